@@ -1,0 +1,1 @@
+"""The paged KV cache: block ids and their bytes, apart."""

@@ -1,0 +1,327 @@
+"""The options of a job, declared once: frozen dataclasses whose field metadata is what the command line, job files
+and `LLM(...)` are made from. A broken rule raises ValueError with the field's name and what is allowed."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+KVCacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8"]
+KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    kind: str = "value",
+    metavar: str = "",
+    affects_answers: bool = False,
+) -> Any:
+    """A field that is also a command-line option.
+
+    kind: value | flag (--x/--no-x) | many (repeatable) | size (bytes, "24MiB") | duration (seconds, "90m") | json.
+    affects_answers: the value belongs to the fingerprint that a resumed job must keep (answers or file layout).
+    """
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "kind": kind,
+        "metavar": metavar,
+        "affects_answers": affects_answers,
+    }
+    if isinstance(default, list | dict):
+        raise TypeError("option defaults are immutable")
+    return field(default=default, metadata=metadata)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} = {value!r}: must be {allowed}")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, name, value, "one of " + ", ".join(choices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputConfig:
+    """Which rows are read and where in them the prompt is."""
+
+    input: tuple[str, ...] = option(
+        (),
+        "File, directory, glob or URL of .parquet or .jsonl[.gz|.zst] shards, a directory saved by `datasets`, or "
+        "hf://datasets/NAME:SPLIT. Repeatable; the order given is the order of the shards.",
+        kind="many",
+        metavar="PATH",
+        affects_answers=True,
+    )
+    prompt_column: str | None = option(
+        None, "Column of raw prompt text. Default: `prompt` where present.", metavar="COLUMN", affects_answers=True
+    )
+    messages_column: str | None = option(
+        None,
+        "Column of chat messages (role and content), as a list or as JSON text. Default: `messages` where present.",
+        metavar="COLUMN",
+        affects_answers=True,
+    )
+    prompt_token_ids_column: str | None = option(
+        None,
+        "Column of token ids, taken as they are. Default: `prompt_token_ids` where present.",
+        metavar="COLUMN",
+        affects_answers=True,
+    )
+    template: str | None = option(
+        None,
+        "Jinja template over the row's columns that makes the prompt text; @FILE reads it from a file.",
+        metavar="TEXT",
+        affects_answers=True,
+    )
+    chat_template: str | None = option(
+        None, "Jinja file that replaces the model's chat template.", metavar="FILE", affects_answers=True
+    )
+    param_columns: str = option(
+        "auto",
+        "Which columns steer sampling: auto (those that bear a sampling parameter's name), none, or a list a,b.",
+        metavar="auto|none|A,B",
+        affects_answers=True,
+    )
+    on_too_long: str = option(
+        "error",
+        "What becomes of a prompt that leaves no room under --max-model-len.",
+        choices=ON_TOO_LONG,
+        affects_answers=True,
+    )
+    unique_id: str | None = option(
+        None, "Column whose values must not repeat; a repeated one ends the job before it starts.", metavar="COLUMN"
+    )
+    limit: int | None = option(None, "Answer the first N rows only.", metavar="N", affects_answers=True)
+    sample: int | None = option(
+        None, "Answer N rows drawn at random (by --seed), in input order.", metavar="N", affects_answers=True
+    )
+
+    def __post_init__(self) -> None:
+        _require_choice("on_too_long", self.on_too_long, ON_TOO_LONG)
+        _require(self.limit is None or self.limit > 0, "limit", self.limit, "1 or more")
+        _require(self.sample is None or self.sample > 0, "sample", self.sample, "1 or more")
+        _require(not (self.limit and self.sample), "sample", self.sample, "absent where limit is given")
+        sources = [self.prompt_column, self.messages_column, self.prompt_token_ids_column, self.template]
+        given = [s for s in sources if s is not None]
+        _require(
+            len(given) <= 1,
+            "prompt source",
+            given,
+            "one of prompt_column, messages_column, prompt_token_ids_column, template",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """Defaults of the sampling parameters, for rows that do not carry their own. None: the model's generation_config,
+    then SamplingParams' default."""
+
+    max_tokens: int | None = option(
+        None, "Most tokens a completion. Default: the room left.", metavar="N", affects_answers=True
+    )
+    min_tokens: int | None = option(None, "Fewest tokens a completion.", metavar="N", affects_answers=True)
+    temperature: float | None = option(None, "0 is greedy.", metavar="X", affects_answers=True)
+    top_p: float | None = option(None, "Nucleus sampling.", metavar="X", affects_answers=True)
+    top_k: int | None = option(None, "0 is off.", metavar="N", affects_answers=True)
+    min_p: float | None = option(
+        None, "Least probability relative to the most likely token.", metavar="X", affects_answers=True
+    )
+    stop: tuple[str, ...] | None = option(
+        None, "Stop string. Repeatable.", kind="many", metavar="TEXT", affects_answers=True
+    )
+    stop_token_ids: tuple[int, ...] | None = option(
+        None, "Stop token. Repeatable.", kind="many", metavar="ID", affects_answers=True
+    )
+    include_stop_str_in_output: bool | None = option(
+        None, "Keep the stop string at the end of the completion.", kind="flag", affects_answers=True
+    )
+    ignore_eos: bool | None = option(
+        None, "Do not stop at the end-of-sequence tokens.", kind="flag", affects_answers=True
+    )
+    repetition_penalty: float | None = option(None, "1 is off.", metavar="X", affects_answers=True)
+    presence_penalty: float | None = option(None, "0 is off.", metavar="X", affects_answers=True)
+    frequency_penalty: float | None = option(None, "0 is off.", metavar="X", affects_answers=True)
+    logit_bias: str | None = option(
+        None, 'JSON object of token id to bias, as in {"42": -1.5}.', kind="json", metavar="JSON", affects_answers=True
+    )
+    n: int | None = option(None, "Completions a row.", metavar="N", affects_answers=True)
+    logprobs: int | None = option(
+        None, "Write each token's log-probability and those of the N most likely.", metavar="N", affects_answers=True
+    )
+    prompt_logprobs: bool | None = option(
+        None, "Write the prompt's log-probabilities.", kind="flag", affects_answers=True
+    )
+    seed: int = option(
+        0, "Seed of the job; rows may carry their own in a column `seed`.", metavar="N", affects_answers=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which weights run, where and in what precision."""
+
+    model: str | None = option(
+        None,
+        "Hugging Face directory, .gguf file or hub id. Default: SmolLM2-135M-Instruct.",
+        metavar="PATH|ID",
+        affects_answers=True,
+    )
+    dtype: str = option(
+        "auto",
+        "Precision of weights and activations; auto is the checkpoint's own.",
+        choices=DTYPES,
+        affects_answers=True,
+    )
+    device: str = option("auto", "auto takes the GPU where there is one.", choices=DEVICES)
+    max_model_len: int | None = option(
+        None,
+        "Most tokens of prompt and completion. Default: the smaller of the model's and what the cache holds.",
+        metavar="N",
+        affects_answers=True,
+    )
+    allow_config_fields: str = option(
+        "",
+        "Fields of the model's config.json that batchinfer does not know and that you vouch for, as a,b.",
+        metavar="A,B",
+        affects_answers=True,
+    )
+    threads: int | None = option(None, "CPU threads. Default: the processors this process may use.", metavar="N")
+
+    def __post_init__(self) -> None:
+        _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("device", self.device, DEVICES)
+        _require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")
+        _require(self.threads is None or self.threads > 0, "threads", self.threads, "1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    kv_cache_dtype: str = option(
+        "auto",
+        "auto is the model's dtype; fp8 is e4m3. fp8 and int8 carry a scale a token and head.",
+        choices=KV_CACHE_DTYPES,
+        affects_answers=True,
+    )
+    kv_cache_memory: int | None = option(
+        None, "Size of the cache, as in 24MiB. Default: a share of the free memory.", kind="size", metavar="SIZE"
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the device's free memory that weights and cache may take. Default: 0.9 on a GPU, 0.5 on a CPU.",
+        metavar="X",
+    )
+    block_size: int = option(16, "Tokens a KV block.", metavar="N")
+    enable_prefix_caching: bool = option(True, "Share the KV blocks of equal prompt beginnings.", kind="flag")
+
+    def __post_init__(self) -> None:
+        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        share = self.gpu_memory_utilization
+        _require(share is None or 0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
+        _require(1 <= self.block_size <= 1024, "block_size", self.block_size, "from 1 to 1024")
+        memory = self.kv_cache_memory
+        _require(memory is None or memory > 0, "kv_cache_memory", memory, "above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs at once."""
+
+    max_num_batched_tokens: int = option(2048, "Most tokens a step computes.", metavar="N")
+    max_num_seqs: int = option(256, "Most sequences that run at once.", metavar="N")
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_batched_tokens > 0, "max_num_batched_tokens", self.max_num_batched_tokens, "1 or more")
+        _require(self.max_num_seqs > 0, "max_num_seqs", self.max_num_seqs, "1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """Where and how the answers are written."""
+
+    output: str | None = option(
+        None,
+        "Directory of parts, or a single .parquet or .jsonl file. Default: INPUT-STEM.completions/ beside the input.",
+        metavar="PATH",
+    )
+    overwrite: bool = option(False, "Start afresh where the output exists already.", kind="flag")
+    rows_per_part: int = option(50_000, "Input rows a part covers.", metavar="N", affects_answers=True)
+    output_prefix: str = option("", "Prefix of the added columns.", metavar="TEXT", affects_answers=True)
+    output_token_ids: bool = option(False, "Add the column completion_token_ids.", kind="flag", affects_answers=True)
+
+    def __post_init__(self) -> None:
+        _require(self.rows_per_part > 0, "rows_per_part", self.rows_per_part, "1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """When a job stops early."""
+
+    deadline: float | None = option(
+        None,
+        "Start no more rows after this time, finish those that run, exit 75. As in 90m or 2h.",
+        kind="duration",
+        metavar="TIME",
+    )
+    max_errors: str | None = option(None, "End the job once more rows than this have failed, exit 3.", metavar="N|P%")
+
+    def __post_init__(self) -> None:
+        _require(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """All options of a job, by group."""
+
+    input: InputConfig = InputConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    output: OutputConfig = OutputConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> "JobConfig":
+        """Distributes flat option names over the groups. Raises ValueError for a name that no group has."""
+        unknown = sorted(set(options) - {f.name for _, f in iter_options()})
+        if unknown:
+            raise ValueError(f"unknown option {unknown[0]!r}")
+        groups = {}
+        for group in fields(cls):
+            names = {f.name for f in fields(_group_class(group))}
+            groups[group.name] = _group_class(group)(**{k: v for k, v in options.items() if k in names})
+        return cls(**groups)
+
+    def to_options(self) -> dict[str, Any]:
+        """The flat form that `from_options` takes."""
+        return {
+            name: value
+            for group in fields(self)
+            for name, value in dataclasses.asdict(getattr(self, group.name)).items()
+        }
+
+    def fingerprint_options(self) -> dict[str, Any]:
+        """The options that change answers or layout; a resumed job must keep them."""
+        options = self.to_options()
+        return {f.name: options[f.name] for _, f in iter_options() if f.metadata["affects_answers"]}
+
+
+def _group_class(group: "dataclasses.Field[Any]") -> type[Any]:
+    return type(group.default)
+
+
+def iter_options() -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
+    """(group name, field) of each option, in the order of the help text."""
+    for group in fields(JobConfig):
+        for member in fields(_group_class(group)):
+            yield group.name, member

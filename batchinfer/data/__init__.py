@@ -1,0 +1,1 @@
+"""Shards in, prompts built, parts out, and what survives a crash."""

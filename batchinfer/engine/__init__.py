@@ -1,0 +1,1 @@
+"""The step loop: turns scheduled steps into tokens and results."""

@@ -1,0 +1,1 @@
+"""Decoder models driven by a spec, and the loading of their weights."""

@@ -1,0 +1,1 @@
+"""One short file a model family: its spec and its weight names."""

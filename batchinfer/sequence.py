@@ -1,0 +1,55 @@
+"""The running state of one Request: its tokens, its KV blocks and its times. Owned by the scheduler; the engine appends
+confirmed tokens and the finish."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from batchinfer.request import FinishReason, Request
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"  # never run yet, or preempted
+    RUNNING = "running"  # holds a slot and blocks
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Its tokens are its prompt and its confirmed output, plus `num_in_flight_tokens` that steps in flight will sample.
+    One rule drives it: a step computes tokens [num_computed_tokens, num_tokens) under the token budget."""
+
+    request: Request
+    arrival_time: float  # seconds, time.monotonic; when it entered the waiting queue
+
+    output_token_ids: list[int] = field(default_factory=list)  # confirmed; written by Scheduler.commit
+    token_times: "array[float]" = field(default_factory=lambda: array("d"))  # seconds; one a confirmed token
+    first_scheduled_time: float | None = None  # written by the scheduler
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = -1  # row in the persistent batch while running
+    block_table: list[int] = field(default_factory=list)  # written by the scheduler
+    num_computed_tokens: int = 0  # KV positions written by finished steps and by steps in flight
+    num_in_flight_tokens: int = 0  # tokens that steps in flight will sample
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache when first admitted
+    num_preemptions: int = 0
+
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_confirmed_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_confirmed_tokens + self.num_in_flight_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens at which it ends by length."""
+        return self.num_prompt_tokens + self.request.max_tokens
