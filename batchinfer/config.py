@@ -2,8 +2,11 @@
 and `LLM(...)` are made from. A broken rule raises ValueError with the field's name and what is allowed."""
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from fractions import Fraction
 from typing import Any, Literal
 
 KVCacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8"]
@@ -11,6 +14,9 @@ KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
+
+
+_MAX_ERRORS = re.compile(r"\d+|\d+(\.\d+)?%")
 
 
 def option(
@@ -42,6 +48,17 @@ def option(
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
         raise ValueError(f"{name} = {value!r}: must be {allowed}")
+
+
+def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) pairs of a JSON object such as {"42": -1.5}. Raises ValueError."""
+    allowed = 'a JSON object of token id to number, as in {"42": -1.5}'
+    try:
+        biases = json.loads(text)
+        _require(isinstance(biases, dict), "logit_bias", text, allowed)
+        return tuple((int(token), float(bias)) for token, bias in biases.items())
+    except (ValueError, TypeError):
+        raise ValueError(f"logit_bias = {text!r}: must be {allowed}") from None
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -163,6 +180,17 @@ class SamplingConfig:
         0, "Seed of the job; rows may carry their own in a column `seed`.", metavar="N", affects_answers=True
     )
 
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {name: value for name, value in given.items() if value is not None}
+        del given["seed"]  # the job's; a row's own is SamplingParams'
+        if "logit_bias" in given:
+            given["logit_bias"] = parse_logit_bias(given["logit_bias"])
+        if given:
+            from batchinfer.request import SamplingParams  # here, as it brings numpy and `--help` needs none
+
+            SamplingParams(**given)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -276,6 +304,16 @@ class LimitsConfig:
 
     def __post_init__(self) -> None:
         _require(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0")
+        limit = self.max_errors
+        _require(limit is None or _MAX_ERRORS.fullmatch(limit) is not None, "max_errors", limit, "a count or N%")
+
+    def max_failed_rows(self, num_rows: int) -> int | None:
+        """Failed rows that a job of `num_rows` rows may have; None is no limit."""
+        if self.max_errors is None:
+            return None
+        if self.max_errors.endswith("%"):
+            return int(Fraction(self.max_errors[:-1]) * num_rows / 100)
+        return int(self.max_errors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,128 @@
+"""The effective options of a job: each option's value and where it came from. Made by cli/ from flags and a job file,
+read by the pipeline, logged once and stored with the output."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import Field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from batchinfer.config import JobConfig, iter_options
+from batchinfer.errors import UsageError
+from batchinfer.units import parse_duration, parse_size
+
+Source = Literal["flag", "job file", "generation_config", "default"]
+
+
+class OptionValue(NamedTuple):
+    """An option's value and where it came from."""
+
+    value: Any
+    source: Source
+
+
+class EffectiveOptions(Mapping[str, OptionValue]):
+    """Every option of a job by name, with its value and source. Immutable."""
+
+    def __init__(self, values: Mapping[str, OptionValue]) -> None:
+        self._values = dict(values)
+
+    @classmethod
+    def resolve(cls, flags: Mapping[str, Any], job_file: Mapping[str, Any] | None = None) -> "EffectiveOptions":
+        """Flags win over the job file, which wins over the defaults. Values are already of their option's type.
+
+        Raises UsageError where a rule of the configuration is broken or there is no input.
+        """
+        values = {member.name: OptionValue(member.default, "default") for _, member in iter_options()}
+        values |= {name: OptionValue(value, "job file") for name, value in (job_file or {}).items()}
+        values |= {name: OptionValue(value, "flag") for name, value in flags.items()}
+        options = cls(values)
+        if not options.config.input.input:
+            raise UsageError("no input: give --input PATH, or `input` in the job file")
+        return options
+
+    @cached_property
+    def config(self) -> JobConfig:
+        """The same options as frozen dataclasses. Raises UsageError naming the option and the allowed values."""
+        try:
+            return JobConfig.from_options({name: option.value for name, option in self.items()})
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def refined(self, values: Mapping[str, Any], source: Source) -> "EffectiveOptions":
+        """With defaults replaced by `values` once `source` is read; what a flag or a job file said stays."""
+        kept = {name: option for name, option in self.items() if option.source != "default" or name not in values}
+        return EffectiveOptions({name: kept.get(name) or OptionValue(values[name], source) for name in self})
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """{name: {"value": ..., "source": ...}} in the order of the help text, for _stats.json and metadata."""
+        return {name: {"value": _plain(option.value), "source": option.source} for name, option in self.items()}
+
+    def describe(self) -> list[str]:
+        """One line an option that is not at its default, as in "dtype = fp32 (flag)"."""
+        return [f"{name} = {value!r} ({source})" for name, (value, source) in self.items() if source != "default"]
+
+    def __getitem__(self, name: str) -> OptionValue:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def scalar_type(member: "Field[Any]") -> type:
+    """The type of an option's value, or of one of its values where it is repeatable: str, int, float or bool."""
+    kinds = [kind for kind in get_args(member.type) if kind not in (type(None), Ellipsis)] or [member.type]
+    inner = get_args(kinds[0])
+    kind = inner[0] if inner else kinds[0]
+    assert isinstance(kind, type), member.name
+    return kind
+
+
+def coerce(member: "Field[Any]", value: Any) -> Any:
+    """`value`, from a job file or from Python, as the option's type; text is read as on the command line.
+
+    Raises ValueError saying what the option takes.
+    """
+    kind = member.metadata["kind"]
+    if kind == "many":
+        values = value if isinstance(value, list | tuple) else [value]
+        return tuple(_coerce_scalar(member, v) for v in values)
+    if kind == "json":
+        return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str) and kind == "size":
+        return parse_size(value)
+    if isinstance(value, str) and kind == "duration":
+        return parse_duration(value)
+    return _coerce_scalar(member, value)
+
+
+def _coerce_scalar(member: "Field[Any]", value: Any) -> Any:
+    wanted = scalar_type(member)
+    if isinstance(value, str):
+        return value if wanted is str else _parse_scalar(wanted, value)
+    if isinstance(value, bool) == (wanted is bool) and isinstance(value, _ACCEPTED[wanted]):
+        return wanted(value)
+    raise ValueError(f"{value!r} is not {_WANTED[wanted]}")
+
+
+_ACCEPTED: dict[type, tuple[type, ...]] = {str: (int, float), int: (int,), float: (int, float), bool: (bool,)}
+_WANTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _parse_scalar(wanted: type, text: str) -> Any:
+    if wanted is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+    else:
+        try:
+            return wanted(text)
+        except ValueError:
+            pass
+    raise ValueError(f"{text!r} is not {_WANTED[wanted]}")
