@@ -1,0 +1,146 @@
+"""The tensors of a GGUF file to one safetensors file under Hugging Face names, a few rows at a time. Called by
+models/gguf_conversion.py."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.errors import BatchInferError
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import ReaderTensor
+
+_TOP_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_CHUNK_ELEMENTS = 1 << 22  # 16 MiB as float32
+_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def tensor_shape(tensor: "ReaderTensor") -> tuple[int, ...]:
+    """Rows first, as torch has it; GGUF keeps the sizes the other way round."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def stored_dtype(tensors: Mapping[str, "ReaderTensor"]) -> str:
+    """The dtype to write, by the type of the matrices: what floats they are, or bfloat16 where they are quantised."""
+    kinds = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+def write_weights(tensors: Mapping[str, "ReaderTensor"], config: Mapping[str, Any], path: Path) -> None:
+    """Dequantise every tensor into one safetensors file; memory stays at one chunk whatever the model's size.
+
+    Raises BatchInferError where a tensor is missing or has no place in the model.
+    """
+    import torch
+
+    dtype = getattr(torch, config["dtype"])
+    places = {huggingface_name(name): tensor for name, tensor in tensors.items()}
+    _check_complete(places.keys(), config)
+    with open(path, "wb") as file:
+        _write_header(file, {name: tensor_shape(tensor) for name, tensor in places.items()}, dtype)
+        for name, tensor in places.items():
+            for chunk in _float_chunks(tensor, _row_order(name, config)):
+                _write_tensor(file, torch.from_numpy(chunk).to(dtype))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def huggingface_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises BatchInferError for an unknown name."""
+    if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in _LAYER_NAMES:
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    stem, _, kind = name.rpartition(".")
+    if stem in _TOP_NAMES and kind == "weight":
+        return f"{_TOP_NAMES[stem]}.weight"
+    raise BatchInferError(f"tensor {name} has no place in a model of the Llama family")
+
+
+def _check_complete(names: Sequence[str] | Any, config: Mapping[str, Any]) -> None:
+    expected = _expected_names(config)
+    if missing := sorted(expected - set(names)):
+        raise BatchInferError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+    if surplus := sorted(set(names) - expected):
+        raise BatchInferError(f"{len(surplus)} tensors are too many, the first is {surplus[0]}")
+
+
+def _expected_names(config: Mapping[str, Any]) -> set[str]:
+    has_head_norms = config["model_type"] == "qwen3"
+    parts = [part for key, part in _LAYER_NAMES.items() if has_head_norms or key not in ("attn_q_norm", "attn_k_norm")]
+    suffixes = [f"{part}.weight" for part in parts]
+    if config["model_type"] == "qwen2":
+        suffixes += [f"self_attn.{part}_proj.bias" for part in "qkv"]
+    if config.get("attention_bias"):
+        suffixes += [f"self_attn.{part}_proj.bias" for part in "qkvo"]
+    if config.get("mlp_bias"):
+        suffixes += [f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")]
+    names = {f"model.layers.{layer}.{suffix}" for layer in range(config["num_hidden_layers"]) for suffix in suffixes}
+    names |= {"model.embed_tokens.weight", "model.norm.weight"}
+    return names if config["tie_word_embeddings"] else names | {"lm_head.weight"}
+
+
+def _row_order(name: str, config: Mapping[str, Any]) -> npt.NDArray[np.int64] | None:
+    """The order that puts the rows of q and k back in halves. llama.cpp rotates neighbouring pairs in the architecture
+    "llama" and stores the rows of each head so; Hugging Face rotates dimension i with i + head_dim / 2."""
+    if config["model_type"] != "llama":
+        return None
+    for part, heads in (("q_proj", config["num_attention_heads"]), ("k_proj", config["num_key_value_heads"])):
+        if f".self_attn.{part}." in name:
+            rows = np.arange(heads * config["head_dim"]).reshape(heads, config["head_dim"] // 2, 2)
+            return rows.swapaxes(1, 2).ravel()
+    return None
+
+
+def _float_chunks(tensor: "ReaderTensor", row_order: npt.NDArray[np.int64] | None) -> Iterator[npt.NDArray[np.float32]]:
+    """The tensor as float32, a number of rows at a time. Rows are quantised apart from each other, so they are put in
+    order before they are dequantised."""
+    from gguf.quants import dequantize
+
+    data = tensor.data  # [rows, elements or bytes of a row]; a vector has its elements as rows
+    step = max(1, _CHUNK_ELEMENTS // (tensor_shape(tensor)[-1] if data.ndim > 1 else 1))
+    for start in range(0, len(data), step):
+        rows = slice(start, start + step) if row_order is None else row_order[start : start + step]
+        yield np.array(dequantize(np.ascontiguousarray(data[rows]), tensor.tensor_type), dtype=np.float32)
+
+
+def _write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: "torch.dtype") -> None:
+    """The head of a safetensors file: its length, then JSON that gives each tensor's place, in the order given."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + int(np.prod(shape)) * dtype.itemsize
+        kind = _SAFETENSORS_DTYPES[str(dtype).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _write_tensor(file: BinaryIO, tensor: "torch.Tensor") -> None:
+    import torch
+
+    file.write(tensor.contiguous().view(torch.uint8).numpy().data)

@@ -1,0 +1,47 @@
+"""The directory where converted models live, and the one way to put a model into it. Called by gguf_conversion and
+default_model."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """BATCHINFER_CACHE, else XDG_CACHE_HOME/batchinfer, else ~/.cache/batchinfer. It need not exist yet."""
+    if own := os.environ.get("BATCHINFER_CACHE"):
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").expanduser().absolute() / "batchinfer"
+
+
+def cached_model(name: str) -> Path | None:
+    """The model directory `name`, where an earlier `build_once` made it."""
+    final = cache_directory() / "models" / name
+    return final if final.is_dir() else None
+
+
+def build_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The cached model directory `name`; made by `build(empty directory)` where it is not there yet.
+
+    A directory under its final name is always whole: it is built under another name and renamed. Processes that want
+    the same model at once wait for the one that builds it; what a killed process left behind is cleared.
+    """
+    import filelock
+
+    if (found := cached_model(name)) is not None:
+        return found
+    models = cache_directory() / "models"
+    final = models / name
+    models.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(models / f".{name}.lock"):
+        if not final.is_dir():
+            partial = models / f".{name}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                build(partial)
+                os.rename(partial, final)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return final
