@@ -103,7 +103,7 @@ class InputConfig:
     )
     param_columns: str = option(
         "auto",
-        "Which columns steer sampling: auto (those that bear a sampling parameter's name), none, or a list a,b.",
+        "Which columns set sampling parameters: auto (those that bear a parameter's name), none, or a list a,b.",
         metavar="auto|none|A,B",
         affects_answers=True,
     )
@@ -138,43 +138,82 @@ class InputConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Defaults of the sampling parameters, for rows that do not carry their own. None: the model's generation_config,
-    then SamplingParams' default."""
+    """Parameters of rows that do not carry their own; those not given are the model's (generation_config.json), else
+    the defaults below. None is not given."""
 
     max_tokens: int | None = option(
-        None, "Most tokens a completion. Default: the room left.", metavar="N", affects_answers=True
+        None,
+        "Most tokens of a completion; 0 only scores the prompt.  [default: the room left]",
+        metavar="N",
+        affects_answers=True,
     )
-    min_tokens: int | None = option(None, "Fewest tokens a completion.", metavar="N", affects_answers=True)
-    temperature: float | None = option(None, "0 is greedy.", metavar="X", affects_answers=True)
-    top_p: float | None = option(None, "Nucleus sampling.", metavar="X", affects_answers=True)
-    top_k: int | None = option(None, "0 is off.", metavar="N", affects_answers=True)
+    min_tokens: int | None = option(
+        None, "Fewest tokens of a completion.  [default: 0]", metavar="N", affects_answers=True
+    )
+    temperature: float | None = option(
+        None, "Randomness; 0 always takes the most likely token.  [default: 1]", metavar="X", affects_answers=True
+    )
+    top_p: float | None = option(
+        None,
+        "Keep the most likely tokens that make up this share of the probability.  [default: 1]",
+        metavar="X",
+        affects_answers=True,
+    )
+    top_k: int | None = option(
+        None, "Keep the K most likely tokens; 0 is all.  [default: 0]", metavar="N", affects_answers=True
+    )
     min_p: float | None = option(
-        None, "Least probability relative to the most likely token.", metavar="X", affects_answers=True
+        None,
+        "Drop tokens less likely than this share of the most likely one's probability.  [default: 0]",
+        metavar="X",
+        affects_answers=True,
     )
     stop: tuple[str, ...] | None = option(
-        None, "Stop string. Repeatable.", kind="many", metavar="TEXT", affects_answers=True
+        None, "End the completion before this string. Repeatable.", kind="many", metavar="TEXT", affects_answers=True
     )
     stop_token_ids: tuple[int, ...] | None = option(
-        None, "Stop token. Repeatable.", kind="many", metavar="ID", affects_answers=True
+        None, "End the completion at this token. Repeatable.", kind="many", metavar="ID", affects_answers=True
     )
     include_stop_str_in_output: bool | None = option(
-        None, "Keep the stop string at the end of the completion.", kind="flag", affects_answers=True
+        None, "Keep the stop string at the end of the completion.  [default: off]", kind="flag", affects_answers=True
     )
     ignore_eos: bool | None = option(
-        None, "Do not stop at the end-of-sequence tokens.", kind="flag", affects_answers=True
+        None, "Do not end at the end-of-sequence tokens.  [default: off]", kind="flag", affects_answers=True
     )
-    repetition_penalty: float | None = option(None, "1 is off.", metavar="X", affects_answers=True)
-    presence_penalty: float | None = option(None, "0 is off.", metavar="X", affects_answers=True)
-    frequency_penalty: float | None = option(None, "0 is off.", metavar="X", affects_answers=True)
+    repetition_penalty: float | None = option(
+        None,
+        "Divide the logits of tokens seen in prompt or completion (multiply, if negative) by this.  [default: 1]",
+        metavar="X",
+        affects_answers=True,
+    )
+    presence_penalty: float | None = option(
+        None,
+        "Subtract this from the logits of tokens in the completion.  [default: 0]",
+        metavar="X",
+        affects_answers=True,
+    )
+    frequency_penalty: float | None = option(
+        None,
+        "Subtract this for each time the token is in the completion.  [default: 0]",
+        metavar="X",
+        affects_answers=True,
+    )
     logit_bias: str | None = option(
-        None, 'JSON object of token id to bias, as in {"42": -1.5}.', kind="json", metavar="JSON", affects_answers=True
+        None,
+        'Added to the logits: JSON object of token id to bias, as in {"42": -1.5}.',
+        kind="json",
+        metavar="JSON",
+        affects_answers=True,
     )
-    n: int | None = option(None, "Completions a row.", metavar="N", affects_answers=True)
+    n: int | None = option(None, "Completions of each row.  [default: 1]", metavar="N", affects_answers=True)
     logprobs: int | None = option(
-        None, "Write each token's log-probability and those of the N most likely.", metavar="N", affects_answers=True
+        None,
+        "Write the log-probability of each token and of the N most likely in its place.",
+        metavar="N",
+        affects_answers=True,
     )
     prompt_logprobs: bool | None = option(
-        None, "Write the prompt's log-probabilities.", kind="flag", affects_answers=True
+        None, "Write the log-probabilities of the prompt's tokens.  [default: off]", kind="flag", affects_answers=True
     )
     seed: int = option(
         0, "Seed of the job; rows may carry their own in a column `seed`.", metavar="N", affects_answers=True
@@ -208,7 +247,7 @@ class ModelConfig:
         choices=DTYPES,
         affects_answers=True,
     )
-    device: str = option("auto", "auto takes the GPU where there is one.", choices=DEVICES)
+    device: str = option("auto", "Where the model runs; auto takes the GPU if there is one.", choices=DEVICES)
     max_model_len: int | None = option(
         None,
         "Most tokens of prompt and completion. Default: the smaller of the model's and what the cache holds.",
@@ -236,7 +275,7 @@ class CacheConfig:
 
     kv_cache_dtype: str = option(
         "auto",
-        "auto is the model's dtype; fp8 is e4m3. fp8 and int8 carry a scale a token and head.",
+        "auto is the precision of --dtype; fp8 is e4m3. fp8, fp8_e5m2 and int8 keep a scale for each token and head.",
         choices=KV_CACHE_DTYPES,
         affects_answers=True,
     )
@@ -248,8 +287,8 @@ class CacheConfig:
         "Share of the device's free memory that weights and cache may take. Default: 0.9 on a GPU, 0.5 on a CPU.",
         metavar="X",
     )
-    block_size: int = option(16, "Tokens a KV block.", metavar="N")
-    enable_prefix_caching: bool = option(True, "Share the KV blocks of equal prompt beginnings.", kind="flag")
+    block_size: int = option(16, "Tokens in a KV block.", metavar="N")
+    enable_prefix_caching: bool = option(True, "Compute equal beginnings of prompts once.", kind="flag")
 
     def __post_init__(self) -> None:
         _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
@@ -264,7 +303,7 @@ class CacheConfig:
 class SchedulerConfig:
     """How much runs at once."""
 
-    max_num_batched_tokens: int = option(2048, "Most tokens a step computes.", metavar="N")
+    max_num_batched_tokens: int = option(2048, "Most tokens that one step computes.", metavar="N")
     max_num_seqs: int = option(256, "Most sequences that run at once.", metavar="N")
 
     def __post_init__(self) -> None:
@@ -281,9 +320,15 @@ class OutputConfig:
         "Directory of parts, or a single .parquet or .jsonl file. Default: INPUT-STEM.completions/ beside the input.",
         metavar="PATH",
     )
-    overwrite: bool = option(False, "Start afresh where the output exists already.", kind="flag")
-    rows_per_part: int = option(50_000, "Input rows a part covers.", metavar="N", affects_answers=True)
-    output_prefix: str = option("", "Prefix of the added columns.", metavar="TEXT", affects_answers=True)
+    overwrite: bool = option(
+        False, "Start afresh where the output exists already; what is there is deleted.", kind="flag"
+    )
+    rows_per_part: int = option(
+        50_000, "Input rows that a part covers; a part never spans two shards.", metavar="N", affects_answers=True
+    )
+    output_prefix: str = option(
+        "", "Prefix of the added columns, where a name is taken already.", metavar="TEXT", affects_answers=True
+    )
     output_token_ids: bool = option(False, "Add the column completion_token_ids.", kind="flag", affects_answers=True)
 
     def __post_init__(self) -> None:
@@ -296,11 +341,13 @@ class LimitsConfig:
 
     deadline: float | None = option(
         None,
-        "Start no more rows after this time, finish those that run, exit 75. As in 90m or 2h.",
+        "After this time (as in 90m or 2h) start no more rows, finish those that run, and exit 75.",
         kind="duration",
         metavar="TIME",
     )
-    max_errors: str | None = option(None, "End the job once more rows than this have failed, exit 3.", metavar="N|P%")
+    max_errors: str | None = option(
+        None, "End the job with exit code 3 once more rows than this have failed.  [default: no limit]", metavar="N|P%"
+    )
 
     def __post_init__(self) -> None:
         _require(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0")

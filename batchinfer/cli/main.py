@@ -1,0 +1,55 @@
+"""The entry point `batchinfer`: the commands, and how errors become one line and an exit code."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from batchinfer import __version__
+from batchinfer.cli.bench import bench
+from batchinfer.cli.run import run
+from batchinfer.cli.show import show
+from batchinfer.errors import BatchInferError, ExitCode
+
+
+@click.group(context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="batchinfer")
+def batchinfer() -> None:
+    """Offline batch inference for large language models: Parquet or JSONL in, completions and latency statistics
+    out."""
+
+
+batchinfer.add_command(run)
+batchinfer.add_command(show)
+batchinfer.add_command(bench)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and leaves with its exit code."""
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        return int(batchinfer.main(arguments, prog_name="batchinfer", standalone_mode=False) or ExitCode.DONE)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return _fail("interrupted; the same command carries on", ExitCode.INTERRUPTED)
+    except BatchInferError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader, as in `| head`, has seen enough. What is still buffered must not fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", ExitCode.FAILED)
+
+
+def _fail(message: str, code: ExitCode) -> ExitCode:
+    click.echo(f"batchinfer: error: {' '.join(message.split())}", err=True)
+    return code

@@ -1,0 +1,181 @@
+"""Request and run statistics to the figures of _stats.json, and the table shown at the end of a job. Used by the
+pipeline; pure, no torch."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.distribution import Distribution
+from batchinfer.request import RequestTimes, Result
+from batchinfer.units import format_bytes, format_duration, format_ms
+
+_TIMES = ("queue_ms", "ttft_ms", "tbt_mean_ms", "tbt_max_ms", "latency_ms")
+
+
+class RequestStatistics:
+    """What the results of a run add up to, in memory that does not grow with them."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.completions = 0
+        self.finish_reasons: Counter[str] = Counter()
+        self.error_codes: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        self.completion_tokens = 0
+        self.preemptions = 0
+        self._times = {name: Distribution() for name in _TIMES}
+
+    @property
+    def errors(self) -> int:
+        """Results with finish_reason "error"."""
+        return self.finish_reasons["error"]
+
+    def add(self, result: Result) -> None:
+        """Rows are counted by their first sample; an error row has no tokens and no times."""
+        self.rows += result.id.sample == 0
+        self.completions += 1
+        self.finish_reasons[result.finish_reason] += 1
+        if result.error_code is not None:
+            self.error_codes[str(result.error_code)] += 1
+        if result.finish_reason == "error":
+            return
+        self.prompt_tokens += result.prompt_tokens or 0
+        self.cached_prompt_tokens += result.cached_prompt_tokens or 0
+        self.completion_tokens += result.completion_tokens or 0
+        self.preemptions += result.num_preemptions or 0
+        if result.times is not None:
+            self._add_times(result.times)
+
+    def to_json(self) -> dict[str, Any]:
+        """Each `*_ms` entry is over the results: mean, p50, p90, p99 and max of the column of that name."""
+        return {
+            "rows": self.rows,
+            "completions": self.completions,
+            "finish_reasons": {reason: self.finish_reasons[reason] for reason in ("stop", "length", "error")},
+            "errors_by_code": dict(sorted(self.error_codes.items())),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "preemptions": self.preemptions,
+            **{name: times.summary() for name, times in self._times.items()},
+        }
+
+    def _add_times(self, times: RequestTimes) -> None:
+        for name, distribution in self._times.items():
+            value: float | None = getattr(times, name)
+            if value is not None:
+                distribution.add(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """Of the steps that the engine ran."""
+
+    steps: int
+    mean_batch_size: float  # sequences a step
+    peak_batch_size: int
+    kv_blocks_total: int
+    kv_blocks_peak: int  # most in use at the end of a step
+    kv_blocks_mean: float  # in use, over the steps
+    tbt_ms: Distribution  # every gap between two tokens of one sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """Of the process and the job as a whole."""
+
+    rows_resumed: int  # rows answered by earlier runs of the same job; they count in no other figure
+    phase_seconds: Mapping[str, float]  # wall time by phase, in their order
+    busy_seconds: float  # from the first tokenisation to the last detokenisation
+    peak_memory_bytes: int
+    kv_cache_bytes: int
+    device: str
+    versions: Mapping[str, str]
+    options: Mapping[str, Any]  # EffectiveOptions.to_json()
+
+
+def summarise(requests: RequestStatistics, engine: EngineFigures, run: RunFigures) -> dict[str, Any]:
+    """The content of _stats.json, and with fewer keys of `bench throughput`; JSON types only.
+
+    Throughput counts the tokens of rows without error over `busy_seconds`; cached prompt tokens count in the total.
+    """
+    total_tokens = requests.prompt_tokens + requests.completion_tokens
+    return {
+        **requests.to_json(),
+        "rows_resumed": run.rows_resumed,
+        "output_tokens_per_s": _rate(requests.completion_tokens, run.busy_seconds),
+        "total_tokens_per_s": _rate(total_tokens, run.busy_seconds),
+        "tbt_ms": engine.tbt_ms.summary(),
+        "wall_seconds": dict(run.phase_seconds),
+        "busy_seconds": run.busy_seconds,
+        "steps": engine.steps,
+        "batch_size": {"mean": engine.mean_batch_size, "peak": engine.peak_batch_size},
+        "kv_blocks": {
+            "total": engine.kv_blocks_total,
+            "peak": engine.kv_blocks_peak,
+            "mean": engine.kv_blocks_mean,
+        },
+        "kv_cache_bytes": run.kv_cache_bytes,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "device": run.device,
+        "versions": dict(run.versions),
+        "options": dict(run.options),
+    }
+
+
+def summary_table(stats: Mapping[str, Any], output: str | None = None) -> str:
+    """The end of a job for a person: one line a figure. `stats` is `summarise`'s; `output` is where the files are."""
+    lines = {
+        "rows": _rows_line(stats),
+        "errors": _errors_line(stats),
+        "tokens": _tokens_line(stats),
+        "throughput": f"{stats['output_tokens_per_s']:,.1f} output tokens/s, {stats['total_tokens_per_s']:,.1f} in all",
+        "time": _time_line(stats),
+        "TTFT": _latency_line(stats["ttft_ms"]),
+        "TBT": _latency_line(stats["tbt_ms"]),
+        "latency": _latency_line(stats["latency_ms"]),
+        "batch": f"{stats['batch_size']['mean']:.1f} sequences in the mean, {stats['batch_size']['peak']} at the peak",
+        "KV cache": _cache_line(stats),
+        "peak memory": format_bytes(stats["peak_memory_bytes"]),
+    }
+    if output is not None:
+        lines["output"] = output
+    return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _rows_line(stats: Mapping[str, Any]) -> str:
+    resumed = f", and {stats['rows_resumed']:,} by earlier runs" if stats["rows_resumed"] else ""
+    samples = f" ({stats['completions']:,} completions)" if stats["completions"] != stats["rows"] else ""
+    return f"{stats['rows']:,}{samples}{resumed}"
+
+
+def _errors_line(stats: Mapping[str, Any]) -> str:
+    codes = ", ".join(f"{code} {count:,}" for code, count in stats["errors_by_code"].items())
+    return f"{stats['finish_reasons']['error']:,}" + (f" ({codes})" if codes else "")
+
+
+def _tokens_line(stats: Mapping[str, Any]) -> str:
+    cached = stats["cached_prompt_tokens"]
+    return f"{stats['prompt_tokens']:,} in ({cached:,} cached), {stats['completion_tokens']:,} out"
+
+
+def _time_line(stats: Mapping[str, Any]) -> str:
+    return ", ".join(f"{phase} {format_duration(seconds)}" for phase, seconds in stats["wall_seconds"].items())
+
+
+def _latency_line(figures: Mapping[str, float | None]) -> str:
+    return "  ".join(f"{name} {format_ms(figures[name])}" for name in ("p50", "p90", "p99", "max"))
+
+
+def _cache_line(stats: Mapping[str, Any]) -> str:
+    blocks = stats["kv_blocks"]
+    return (
+        f"{format_bytes(stats['kv_cache_bytes'])}, {blocks['peak'] / max(blocks['total'], 1):.0%} of "
+        f"{blocks['total']:,} blocks used at the peak, {stats['preemptions']:,} preemptions"
+    )
