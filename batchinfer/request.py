@@ -13,6 +13,7 @@ from batchinfer.errors import ErrorCode
 
 FinishReason = Literal["stop", "length", "error"]
 GREEDY_EPSILON = 1e-3  # temperatures below this are greedy: dividing logits by them overflows
+MAX_N = 16384  # as in vLLM; a typing error in a row must not fill the memory with requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class SamplingParams:
         check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
         check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
         check(all(math.isfinite(b) for _, b in self.logit_bias), "logit_bias", self.logit_bias, "finite biases")
-        check(self.n >= 1, "n", self.n, "1 or more")
+        check(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
         check(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "from 0 to 100")
 
     @property
