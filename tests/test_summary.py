@@ -1,0 +1,156 @@
+"""The figures of _stats.json against sums worked out by hand, and the table at the end of a job."""
+
+import json
+
+import numpy as np
+import pytest
+
+from batchinfer.distribution import Distribution
+from batchinfer.errors import ErrorCode
+from batchinfer.request import RequestId, RequestTimes, Result
+from batchinfer.summary import EngineFigures, RequestStatistics, RunFigures, summarise, summary_table
+
+
+def answered(row: int, *, sample: int = 0, tokens: int = 10, latency_ms: float = 100.0, **changes) -> Result:
+    times = RequestTimes(
+        queue_ms=latency_ms / 10,
+        prefill_ms=latency_ms / 10,
+        ttft_ms=latency_ms / 5,
+        tbt_mean_ms=8.0 if tokens > 1 else None,
+        tbt_p50_ms=8.0 if tokens > 1 else None,
+        tbt_p99_ms=9.0 if tokens > 1 else None,
+        tbt_max_ms=10.0 + row if tokens > 1 else None,
+        latency_ms=latency_ms,
+    )
+    values = {
+        "finish_reason": "length",
+        "text": "x",
+        "token_ids": [1] * tokens,
+        "prompt_tokens": 20,
+        "cached_prompt_tokens": 16,
+        "num_preemptions": 1,
+        "times": times,
+    }
+    return Result(id=RequestId(0, row, sample), **{**values, **changes})
+
+
+def failed(row: int, code: ErrorCode) -> Result:
+    return Result(id=RequestId(0, row), finish_reason="error", error_code=code, error_message="no")
+
+
+@pytest.fixture
+def requests() -> RequestStatistics:
+    statistics = RequestStatistics()
+    for result in (
+        answered(0),
+        answered(0, sample=1, tokens=5),
+        failed(1, ErrorCode.NULL_PROMPT),
+        answered(2, tokens=1, finish_reason="stop"),
+        failed(3, ErrorCode.PROMPT_TOO_LONG),
+        failed(4, ErrorCode.NULL_PROMPT),
+    ):
+        statistics.add(result)
+    return statistics
+
+
+def engine_figures(gaps=(8.0, 9.0, 40.0)) -> EngineFigures:
+    tbt_ms = Distribution()
+    for gap in gaps:
+        tbt_ms.add(gap)
+    return EngineFigures(
+        steps=12,
+        mean_batch_size=1.75,
+        peak_batch_size=3,
+        kv_blocks_total=200,
+        kv_blocks_peak=50,
+        kv_blocks_mean=21.5,
+        tbt_ms=tbt_ms,
+    )
+
+
+def run_figures(**changes) -> RunFigures:
+    values = {
+        "rows_resumed": 0,
+        "phase_seconds": {"startup": 3.2, "rows": 125.0},
+        "busy_seconds": 2.0,
+        "peak_memory_bytes": 3 * 2**29,
+        "kv_cache_bytes": 24 * 2**20,
+        "device": "cpu",
+        "versions": {"torch": "2.13.0"},
+        "options": {"seed": {"value": 0, "source": "default"}},
+    }
+    return RunFigures(**{**values, **changes})
+
+
+def test_counts(requests):
+    stats = requests.to_json()
+    assert stats["rows"] == 5
+    assert stats["completions"] == 6
+    assert stats["finish_reasons"] == {"stop": 1, "length": 2, "error": 3}
+    assert stats["errors_by_code"] == {"null_prompt": 2, "prompt_too_long": 1}
+    assert requests.errors == 3
+    assert stats["prompt_tokens"] == 60
+    assert stats["cached_prompt_tokens"] == 48
+    assert stats["completion_tokens"] == 16
+    assert stats["preemptions"] == 3
+
+
+def test_latencies_leave_out_what_has_none(requests):
+    stats = requests.to_json()
+    assert stats["ttft_ms"]["p50"] == pytest.approx(20.0)
+    assert stats["tbt_mean_ms"]["mean"] == pytest.approx(8.0)
+    assert stats["tbt_max_ms"]["max"] == pytest.approx(10.0)
+
+
+def test_latency_percentiles_are_numpy_s():
+    latencies = np.random.default_rng(3).gamma(2.0, 300.0, 500)
+    statistics = RequestStatistics()
+    for row, latency in enumerate(latencies):
+        statistics.add(answered(row, latency_ms=float(latency)))
+    figures = statistics.to_json()["latency_ms"]
+    for name, share in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
+        assert figures[name] == pytest.approx(np.percentile(latencies, share))
+
+
+def test_throughput_counts_answered_rows_over_the_busy_time(requests):
+    stats = summarise(requests, engine_figures(), run_figures())
+    assert stats["output_tokens_per_s"] == pytest.approx(16 / 2.0)
+    assert stats["total_tokens_per_s"] == pytest.approx((60 + 16) / 2.0)
+
+
+def test_a_job_with_nothing_left_to_do():
+    stats = summarise(RequestStatistics(), engine_figures(gaps=()), run_figures(busy_seconds=0.0, rows_resumed=7))
+    assert stats["output_tokens_per_s"] == 0
+    assert stats["tbt_ms"]["p99"] is None
+    assert "0, and 7 by earlier runs" in summary_table(stats)
+
+
+def test_engine_and_run_figures_are_carried(requests):
+    stats = summarise(requests, engine_figures(), run_figures())
+    assert stats["batch_size"] == {"mean": 1.75, "peak": 3}
+    assert stats["kv_blocks"] == {"total": 200, "peak": 50, "mean": 21.5}
+    assert stats["tbt_ms"]["max"] == 40.0
+    assert stats["tbt_ms"]["p50"] == 9.0
+    assert stats["wall_seconds"] == {"startup": 3.2, "rows": 125.0}
+    assert stats["versions"] == {"torch": "2.13.0"}
+    assert stats["options"]["seed"]["source"] == "default"
+
+
+def test_stats_are_json(requests):
+    stats = summarise(requests, engine_figures(), run_figures())
+    assert json.loads(json.dumps(stats, allow_nan=False)) == stats
+
+
+def test_table_names_the_figures_a_person_looks_for(requests):
+    table = summary_table(summarise(requests, engine_figures(), run_figures()), output="x.completions")
+    lines = {line[:13].strip(): line[13:] for line in table.split("\n")}
+    assert lines["rows"] == "5 (6 completions)"
+    assert lines["errors"] == "3 (null_prompt 2, prompt_too_long 1)"
+    assert lines["tokens"] == "60 in (48 cached), 16 out"
+    assert lines["throughput"] == "8.0 output tokens/s, 38.0 in all"
+    assert lines["time"] == "startup 3.2 s, rows 2m 05s"
+    assert lines["TBT"] == "p50 9 ms  p90 33.8 ms  p99 39.4 ms  max 40 ms"
+    assert lines["KV cache"] == "24 MiB, 25% of 200 blocks used at the peak, 3 preemptions"
+    assert lines["peak memory"] == "1.5 GiB"
+    assert lines["output"] == "x.completions"
+    assert max(map(len, table.split("\n"))) <= 100
