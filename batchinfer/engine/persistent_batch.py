@@ -1,0 +1,96 @@
+"""The running sequences in fixed slots of NumPy arrays, kept up to date by each SchedulerOutput's difference. A step's
+flat arrays are gathered from them without a loop over tokens or sequences. Owned by the input builder; no torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.scheduler_output import SchedulerOutput, StartedSequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a forward pass reads, ragged: the tokens of sequence i are [cu_seqlens_q[i], cu_seqlens_q[i + 1])."""
+
+    token_ids: npt.NDArray[np.int64]  # [num_tokens]
+    positions: npt.NDArray[np.int64]  # [num_tokens]
+    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block id * block_size + offset in the block
+    block_table: npt.NDArray[np.int32]  # [num_seqs, most blocks of any], 0 beyond a sequence's own
+    cu_seqlens_q: npt.NDArray[np.int32]  # [num_seqs + 1]
+    seq_lens: npt.NDArray[np.int32]  # [num_seqs], tokens of context, this step's included
+    logits_indices: npt.NDArray[np.int64]  # [num_samples], the tokens after which one is sampled, in batch order
+
+
+class PersistentBatch:
+    """Arrays with one row a slot; memory is touched as far as sequences reach. Call `apply` and `build` for each step
+    in the order of schedule, and `append_sampled` with what the step brought."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self._block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self._tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self._block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)  # known tokens
+        self._num_blocks = np.zeros(max_num_seqs, np.int32)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Takes over which slots are released, started and given blocks."""
+        released = list(output.released_slots)
+        self._num_tokens[released] = 0
+        self._num_blocks[released] = 0
+        for started in output.started:
+            self._start(started)
+        for slot, block_ids in output.appended_blocks:
+            self._append_blocks(slot, block_ids)
+
+    def _start(self, started: StartedSequence) -> None:
+        num_tokens = len(started.token_ids)
+        self._tokens[started.slot, :num_tokens] = started.token_ids
+        self._num_tokens[started.slot] = num_tokens
+        self._num_blocks[started.slot] = 0
+        self._append_blocks(started.slot, started.block_ids)
+
+    def _append_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
+        start = int(self._num_blocks[slot])
+        stop = start + len(block_ids)
+        self._block_tables[slot, start:stop] = block_ids
+        self._num_blocks[slot] = stop
+
+    def append_sampled(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
+        """Appends token_ids[i] to slots[i], nothing where it is -1; the arguments are a SchedulerOutput's slots and its
+        StepResult's token_ids."""
+        sampled = token_ids >= 0
+        slots = slots[sampled]
+        self._tokens[slots, self._num_tokens[slots]] = token_ids[sampled]
+        self._num_tokens[slots] += 1
+
+    def build(self, output: SchedulerOutput) -> StepInputs:
+        """The inputs of the step that was applied last. Raises ValueError where it computes a token that is not known
+        yet, because the step that samples it has not been appended."""
+        slots, counts, starts = output.slots, output.num_scheduled_tokens, output.num_computed_tokens
+        seq_lens = starts + counts
+        if (seq_lens > self._num_tokens[slots]).any():
+            raise ValueError(f"step {output.step_id} computes tokens that are not sampled yet")
+        cu_seqlens_q = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens_q[1:])
+        rows = np.repeat(slots, counts)
+        # Flat index + (first position - first flat index) of the token's sequence.
+        positions = np.arange(len(rows)) + np.repeat(starts - cu_seqlens_q[:-1], counts)
+        blocks = self._block_tables[rows, positions // self._block_size].astype(np.int64)
+        return StepInputs(
+            token_ids=self._tokens[rows, positions].astype(np.int64),
+            positions=positions,
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            block_table=self._block_table_of(slots, seq_lens),
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            logits_indices=cu_seqlens_q[1:][output.samples].astype(np.int64) - 1,
+        )
+
+    def _block_table_of(self, slots: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        num_blocks = -(-seq_lens // self._block_size)
+        columns = np.arange(int(num_blocks.max()))
+        table = self._block_tables[slots, : len(columns)]
+        table[columns >= num_blocks[:, None]] = 0  # left by an earlier sequence, or not reached yet
+        return table

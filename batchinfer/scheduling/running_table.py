@@ -1,0 +1,154 @@
+"""The scheduler's bookkeeping of running sequences as NumPy arrays with one entry a slot, so that a decode step costs a
+few vector operations whatever the number of sequences. Owned by the scheduler."""
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.sequence import Sequence
+
+IntArray = npt.NDArray[np.int64]
+
+
+def token_slice(sequence: Sequence, start: int, stop: int) -> npt.NDArray[np.int32]:
+    """Tokens [start, stop) of the prompt and the confirmed output."""
+    prompt = sequence.request.prompt_token_ids
+    num_prompt_tokens = len(prompt)
+    if stop <= num_prompt_tokens:
+        return prompt[start:stop]
+    output = sequence.output_token_ids[max(0, start - num_prompt_tokens) : stop - num_prompt_tokens]
+    tail = np.array(output, dtype=np.int32)
+    return tail if start >= num_prompt_tokens else np.concatenate([prompt[start:], tail])
+
+
+class RunningTable:
+    """A slot is free, running, or retiring: vacated while steps in flight still read its blocks. Its sequence and block
+    table stay until the slot is free, so that an entry of a step in flight can be traced by its slot."""
+
+    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.known = np.zeros(max_num_seqs, np.int64)  # prompt and confirmed tokens
+        self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
+        self.computed = np.zeros(max_num_seqs, np.int64)  # tokens whose KV is written, steps in flight included
+        self.limit = np.zeros(max_num_seqs, np.int64)  # tokens that ever need computing
+        self.scores_only = np.zeros(max_num_seqs, np.bool_)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.num_registered = np.zeros(max_num_seqs, np.int64)  # leading blocks known to the prefix index
+        self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._admitted: dict[int, None] = {}  # running slots in the order of admission
+        self._order: IntArray | None = None  # the same as an array, until it changes
+
+    @property
+    def num_running(self) -> int:
+        return len(self._admitted)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def place(self, sequence: Sequence, num_cached_tokens: int, count: int, step_id: int) -> int:
+        """Gives a sequence that holds its blocks a slot; a step computes `count` tokens after the cached ones."""
+        slot = self._free_slots.pop()
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.block_tables[slot] = sequence.block_table
+        self.known[slot] = sequence.num_confirmed_tokens
+        self.in_flight[slot] = 0
+        self.computed[slot] = num_cached_tokens + count
+        self.limit[slot] = num_tokens_to_compute(sequence)
+        self.scores_only[slot] = sequence.request.max_tokens == 0
+        self.num_blocks[slot] = len(sequence.block_table)
+        self.num_registered[slot] = num_cached_tokens // self.block_size
+        self.last_step[slot] = step_id
+        self._admitted[slot] = None
+        self._order = None
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """The slot's sequence runs no more; the slot retires."""
+        del self._admitted[slot]
+        self._order = None
+
+    def free(self, slot: int) -> list[int]:
+        """Makes a retired slot free again and returns its blocks."""
+        blocks = self.block_tables[slot]
+        self.sequences[slot] = None
+        self.block_tables[slot] = []
+        self._free_slots.append(slot)
+        return blocks
+
+    def in_admission_order(self) -> IntArray:
+        if self._order is None:
+            self._order = np.fromiter(self._admitted, np.int64, len(self._admitted))
+        return self._order
+
+    def last_admitted(self) -> Sequence:
+        sequence = self.sequences[next(reversed(self._admitted))]
+        assert sequence is not None
+        return sequence
+
+    def sequences_in(self, slots: IntArray) -> list[Sequence]:
+        return [sequence for slot in slots.tolist() if (sequence := self.sequences[slot]) is not None]
+
+    def plan(self, budget: int) -> tuple[IntArray, IntArray]:
+        """Slots and token counts that use up to `budget` tokens: first those with one token to compute, then longer
+        chunks, each in the order of admission."""
+        order = self.in_admission_order()
+        pending = np.minimum(self.known[order] + self.in_flight[order], self.limit[order]) - self.computed[order]
+        single, several = pending == 1, pending > 1
+        slots = np.concatenate([order[single], order[several]])
+        pending = np.concatenate([pending[single], pending[several]])
+        counts = np.minimum(pending, budget - (np.cumsum(pending) - pending))
+        scheduled = counts > 0
+        return slots[scheduled], counts[scheduled]
+
+    def blocks_missing(self, slots: IntArray, counts: IntArray) -> IntArray:
+        """Blocks that each slot lacks to compute that many tokens more."""
+        needed = -(-(self.computed[slots] + counts) // self.block_size)
+        return np.maximum(needed - self.num_blocks[slots], 0)
+
+    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Hands out `blocks`, missing[i] of them to slots[i]; returns (slot, block ids) where there are any."""
+        lacking = missing > 0
+        appended, at = [], 0
+        for slot, count in zip(slots[lacking].tolist(), missing[lacking].tolist(), strict=True):
+            ids = tuple(blocks[at : at + count])
+            self.block_tables[slot].extend(ids)
+            appended.append((slot, ids))
+            at += count
+        self.num_blocks[slots] += missing
+        return appended
+
+    def advance(self, slots: IntArray, counts: IntArray, step_id: int) -> None:
+        """A step computes that many tokens more."""
+        self.computed[slots] += counts
+        self.last_step[slots] = step_id
+
+    def take_completions(self, slots: IntArray) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Once a step, after `advance` and `place`: whether the step samples a token of each slot (which is in flight
+        from now on), and whether it completes a prompt that is only scored."""
+        complete = self.computed[slots] == self.known[slots] + self.in_flight[slots]
+        scores_only = self.scores_only[slots]
+        samples = complete & ~scores_only
+        self.in_flight[slots] += samples
+        return samples, complete & scores_only
+
+    def confirm(self, slots: npt.NDArray[np.integer]) -> None:
+        """One token in flight of each slot has become known."""
+        self.known[slots] += 1
+        self.in_flight[slots] -= 1
+
+    def take_full_blocks(self, slots: IntArray) -> list[tuple[int, int, int]]:
+        """(slot, first, stop): blocks [first, stop) of the slot have become full of known tokens since last asked."""
+        full = np.minimum(self.computed[slots], self.known[slots]) // self.block_size
+        first = self.num_registered[slots]
+        grown = full > first
+        self.num_registered[slots[grown]] = full[grown]
+        return list(zip(slots[grown].tolist(), first[grown].tolist(), full[grown].tolist(), strict=True))
+
+
+def num_tokens_to_compute(sequence: Sequence) -> int:
+    """Positions whose KV is ever written: the last sampled token is an answer, never an input."""
+    return max(sequence.num_prompt_tokens, sequence.max_num_tokens - 1)

@@ -1,0 +1,298 @@
+"""Decides what each step computes. The one rule: every running sequence's num_computed_tokens catches up with its
+num_tokens under a token budget. Called by the engine as schedule() -> (the step runs) -> commit()."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.cache.block_pool import BlockPool
+from batchinfer.config import SchedulerConfig
+from batchinfer.request import FinishReason
+from batchinfer.scheduler_output import SchedulerOutput, StartedSequence, StepResult
+from batchinfer.scheduling.faults import trace_faults
+from batchinfer.scheduling.running_table import IntArray, RunningTable, num_tokens_to_compute, token_slice
+from batchinfer.scheduling.steps import StepInFlight, StepOutcome
+from batchinfer.scheduling.waiting_queue import WaitingQueue
+from batchinfer.sequence import Sequence, SequenceStatus
+
+WATERMARK = 0.01  # share of the blocks that admission leaves free for the sequences that run already
+
+
+class Scheduler:
+    """Running sequences first, those with one token to compute ahead of longer chunks; then waiting ones, first come
+    first served, a prompt in chunks as the budget allows. A sequence is admitted with the blocks of all its known
+    tokens; later ones are taken one by one, and where none is left the sequence admitted last is preempted: it keeps
+    its tokens, loses its KV and waits at the head of the queue.
+
+    Up to `max_steps_in_flight` steps may be scheduled before the first is committed; commits come in the order of
+    schedule. What steps in flight still read, blocks and slots, is given back when they are committed. A preempted
+    sequence whose token is in flight starts again once that token is committed, so a StartedSequence's tokens are
+    always known.
+
+    Full blocks are shared from the moment that a scheduled step will write them, with sequences of that same step too:
+    in each layer, a step stores the keys and values of its whole batch before any attention reads them.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_pool: BlockPool,
+        max_steps_in_flight: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_steps_in_flight < 1:
+            raise ValueError(f"max_steps_in_flight = {max_steps_in_flight}: must be 1 or more")
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_steps_in_flight = max_steps_in_flight
+        self._pool = block_pool
+        self._block_size = block_pool.block_size
+        self._watermark = math.ceil(WATERMARK * block_pool.num_blocks)
+        self._clock = clock
+        self._table = RunningTable(config.max_num_seqs, block_pool.block_size)
+        self._waiting = WaitingQueue()
+        self._steps: deque[StepInFlight] = deque()
+        self._next_step_id = 0
+        self._last_committed = -1
+        self._retiring: list[int] = []  # slots that steps in flight still read
+        self._released_slots: list[int] = []  # free since the last SchedulerOutput
+        self._refused: tuple[Sequence, int] | None = None  # the head that did not fit, and the free blocks it needs
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return self._table.num_running
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return len(self._waiting) > 0 or self._table.num_running > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence at the end of the waiting queue. Raises ValueError where the whole pool could not hold
+        it, because no preemption would ever let it finish."""
+        needed = self._pool.num_blocks_for(num_tokens_to_compute(sequence))
+        if needed > self._pool.num_blocks:
+            raise ValueError(
+                f"request {sequence.request.id}: {sequence.max_num_tokens} tokens need {needed} KV blocks of "
+                f"{self._block_size}, the cache has {self._pool.num_blocks}"
+            )
+        self._waiting.append(sequence)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step; None where nothing can run before a commit, or before more is added."""
+        if len(self._steps) == self._max_steps_in_flight:
+            return None
+        slots, counts, is_short = self._plan_running()
+        appended = self._append_blocks(slots, counts)
+        self._table.advance(slots, counts, self._next_step_id)
+        self._register_full_blocks(self._table.in_admission_order())
+        # Blocks that are short for running sequences are not there for new ones either.
+        admitted = [] if is_short else self._admit(self._max_num_batched_tokens - int(counts.sum()))
+        if admitted:
+            slots = np.concatenate([slots, np.array([start.slot for start, _ in admitted], np.int64)])
+            counts = np.concatenate([counts, np.array([count for _, count in admitted], np.int64)])
+        if not len(slots):
+            return None
+        return self._emit(slots, counts, tuple(start for start, _ in admitted), tuple(appended))
+
+    def _plan_running(self) -> tuple[IntArray, IntArray, bool]:
+        """Slots, token counts, and whether blocks are short, after the preemptions that this takes."""
+        is_short = False
+        while True:
+            slots, counts = self._table.plan(self._max_num_batched_tokens)
+            missing = self._table.blocks_missing(slots, counts)
+            num_free = self._pool.num_free_blocks
+            if int(missing.sum()) <= num_free:
+                return slots, counts, is_short
+            is_short = True
+            if self._retiring:  # their blocks come back at the next commits; until then, run what fits
+                fits = (missing == 0) | (np.cumsum(missing) <= num_free)
+                return slots[fits], counts[fits], is_short
+            self._preempt(self._table.last_admitted())
+
+    def _append_blocks(self, slots: IntArray, counts: IntArray) -> list[tuple[int, tuple[int, ...]]]:
+        missing = self._table.blocks_missing(slots, counts)
+        total = int(missing.sum())
+        return self._table.append_blocks(slots, missing, self._pool.allocate(total)) if total else []
+
+    def _admit(self, budget: int) -> list[tuple[StartedSequence, int]]:
+        """Starts waiting sequences; returns them with the tokens they compute in this step."""
+        admitted = []
+        while budget > 0 and self._table.has_free_slot and (sequence := self._waiting.head()) is not None:
+            start = self._try_start(sequence, budget)
+            if start is None:
+                break
+            self._waiting.pop_head()
+            count = sequence.num_computed_tokens - start.num_computed_tokens
+            admitted.append((start, count))
+            budget -= count
+        return admitted
+
+    def _try_start(self, sequence: Sequence, budget: int) -> StartedSequence | None:
+        """Gives the sequence blocks and a slot, or None where the blocks do not suffice."""
+        num_tokens = sequence.num_confirmed_tokens
+        token_ids = token_slice(sequence, 0, num_tokens)
+        acquired = self._acquire_blocks(sequence, token_ids)
+        if acquired is None:
+            return None
+        sequence.block_table, num_cached_blocks = acquired
+        num_cached_tokens = num_cached_blocks * self._block_size
+        count = min(num_tokens - num_cached_tokens, budget)
+        if sequence.first_scheduled_time is None:
+            sequence.first_scheduled_time = self._clock()
+            sequence.num_cached_tokens = num_cached_tokens
+        sequence.status = SequenceStatus.RUNNING
+        sequence.num_computed_tokens = num_cached_tokens + count
+        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id)
+        self._register_full_blocks(np.array([slot]))
+        block_ids = tuple(sequence.block_table)
+        return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens)
+
+    def _acquire_blocks(self, sequence: Sequence, token_ids: npt.NDArray[np.int32]) -> tuple[list[int], int] | None:
+        """Blocks for all tokens, and how many of them come filled from the prefix cache. None where admission would
+        eat into the watermark; a sequence that would run alone may, so that something always runs."""
+        num_free = self._pool.num_free_blocks
+        is_alone = self._table.num_running == 0
+        if self._refused and self._refused[0] is sequence and num_free < self._refused[1] and not is_alone:
+            return None
+        # At least the last token is computed, for its logits; where all positions' logits are wanted, all are.
+        cached = [] if sequence.request.params.prompt_logprobs else self._pool.match_prefix(token_ids[:-1])
+        num_new = self._pool.num_blocks_for(len(token_ids)) - len(cached)
+        wanted = num_new + (0 if is_alone else self._watermark)
+        if wanted > self._pool.num_free_blocks:
+            self._refused = (sequence, wanted + num_free - self._pool.num_free_blocks)
+            self._pool.free(cached)
+            return None
+        return cached + self._pool.allocate(num_new), len(cached)
+
+    def _emit(
+        self,
+        slots: IntArray,
+        counts: IntArray,
+        started: tuple[StartedSequence, ...],
+        appended: tuple[tuple[int, tuple[int, ...]], ...],
+    ) -> SchedulerOutput:
+        samples, scored = self._table.take_completions(slots)
+        stops = self._table.computed[slots]
+        sequences = self._table.sequences_in(slots)
+        for sequence, stop, is_sampled in zip(sequences, stops.tolist(), samples.tolist(), strict=True):
+            sequence.num_computed_tokens = stop
+            sequence.num_in_flight_tokens += is_sampled
+        output = SchedulerOutput(
+            step_id=self._next_step_id,
+            released_slots=tuple(self._released_slots),
+            started=started,
+            appended_blocks=appended,
+            slots=slots.astype(np.int32),
+            num_scheduled_tokens=counts.astype(np.int32),
+            num_computed_tokens=(stops - counts).astype(np.int32),
+            samples=samples,
+        )
+        self._steps.append(StepInFlight(output, sequences, samples | scored))
+        self._released_slots.clear()
+        self._next_step_id += 1
+        return output
+
+    def commit(self, output: SchedulerOutput, result: StepResult) -> StepOutcome:
+        """Confirms the oldest step in flight: appends its tokens and contains its numerical faults. What it brought for
+        sequences that have ended meanwhile is discarded. Raises ValueError for a step out of turn, or where a token is
+        missing."""
+        step = self._steps[0] if self._steps else None
+        if step is None or step.output.step_id != output.step_id or result.step_id != output.step_id:
+            raise ValueError(f"step {output.step_id} with the result of {result.step_id} is not the oldest in flight")
+        if (result.token_ids[step.output.samples & result.is_finite] < 0).any():
+            raise ValueError(f"step {output.step_id}: the result lacks a token that was to be sampled")
+        faulty = [] if result.is_finite.all() else self._contain_faults(step, result)
+        sampled = step.take_tokens(result.token_ids.tolist())
+        self._table.confirm(step.output.slots[step.output.samples])
+        self._steps.popleft()
+        self._last_committed = output.step_id
+        retiring, self._retiring = self._retiring, []
+        for slot in retiring:
+            self._retire(slot)
+        return StepOutcome(sampled, faulty)
+
+    def _contain_faults(self, step: StepInFlight, result: StepResult) -> list[Sequence]:
+        """Ends the faulty sequences and starts those over that read their KV. Returns the former."""
+        trace = trace_faults(step, result.is_finite, self._table, self._pool)
+        self._pool.drop(trace.spoilt_blocks)
+        ended = [s for s in trace.sources if s.status is not SequenceStatus.FINISHED]
+        for sequence in ended:
+            self._end(sequence, shares_blocks=False)
+            sequence.finish_reason = "error"
+        for sequence in trace.readers:
+            self._start_over(sequence)
+        return ended
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """Recomputes a sequence from its confirmed tokens, disbelieving all steps in flight."""
+        for step in self._steps:
+            step.cancelled.add(sequence)
+        sequence.num_in_flight_tokens = 0
+        if sequence.status is SequenceStatus.RUNNING:
+            self._preempt(sequence, shares_blocks=False)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """Ends a waiting or running sequence with its answer. Raises ValueError where it has ended already."""
+        self._end(sequence, shares_blocks=reason != "error")
+        sequence.finish_reason = reason
+        sequence.stop_reason = stop_reason
+
+    def abort(self, sequence: Sequence) -> None:
+        """Ends a waiting or running sequence without an answer. Raises ValueError where it has ended already."""
+        self._end(sequence)
+
+    def _end(self, sequence: Sequence, shares_blocks: bool = True) -> None:
+        if sequence.status is SequenceStatus.FINISHED:
+            raise ValueError(f"request {sequence.request.id} has ended already")
+        if sequence.status is SequenceStatus.RUNNING:
+            self._vacate(sequence, shares_blocks)
+        else:
+            self._waiting.forget()
+        sequence.status = SequenceStatus.FINISHED
+        sequence.num_in_flight_tokens = 0
+
+    def _preempt(self, sequence: Sequence, shares_blocks: bool = True) -> None:
+        self._vacate(sequence, shares_blocks)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_computed_tokens = 0
+        sequence.num_preemptions += 1
+        self._waiting.put_back(sequence)
+
+    def _vacate(self, sequence: Sequence, shares_blocks: bool) -> None:
+        slot = sequence.slot
+        if shares_blocks:
+            self._register_full_blocks(np.array([slot]))
+        self._table.vacate(slot)
+        sequence.slot = -1
+        sequence.block_table = []
+        self._retire(slot)
+
+    def _retire(self, slot: int) -> None:
+        """Gives back a vacated slot and its blocks, at once or when the steps in flight that read them have ended."""
+        if self._table.last_step[slot] > self._last_committed:
+            self._retiring.append(slot)
+        else:
+            self._pool.free(self._table.free(slot))
+            self._released_slots.append(slot)
+
+    def _register_full_blocks(self, slots: IntArray) -> None:
+        if not self._pool.enable_prefix_caching:
+            return
+        size = self._block_size
+        for slot, first, stop in self._table.take_full_blocks(slots):
+            sequence, blocks = self._table.sequences[slot], self._table.block_tables[slot]
+            assert sequence is not None
+            tokens = token_slice(sequence, first * size, stop * size)
+            parent = blocks[first - 1] if first else None
+            self._pool.register(blocks[first:stop], tokens, len(tokens), parent=parent)
