@@ -1,6 +1,5 @@
 """The entry point `batchinfer`: the commands, and how errors become one line and an exit code."""
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -41,11 +40,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _fail("interrupted; the same command carries on", ExitCode.INTERRUPTED)
     except BatchInferError as error:
         return _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # The reader, as in `| head`, has seen enough. What is still buffered must not fail once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.DONE
-    except OSError as error:
+    except OSError as error:  # a closed pipe never comes here: click leaves quietly
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}", ExitCode.FAILED)
 

@@ -50,9 +50,10 @@ def _parse_rows(text: str) -> list[range]:
     ranges = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last.isdecimal() if dash else True):
+        numbers = [first, last] if dash else [first]
+        if not all(number.isdecimal() for number in numbers) or int(numbers[-1]) < int(first):
             raise UsageError(f"--rows {text!r}: write row numbers and ranges, as in 0,5-9")
-        ranges.append(range(int(first), int(last if dash else first) + 1))
+        ranges.append(range(int(first), int(numbers[-1]) + 1))
     return ranges
 
 
@@ -116,9 +117,10 @@ def _iter_jsonl(
     for number, line in enumerate(file, first):
         if _overlaps(range(number, number + 1), ranges):
             try:
-                yield number, json.loads(line)
+                columns = json.loads(line)
             except ValueError as error:
                 raise UsageError(f"{path}: line {number + 1} is not JSON ({error})") from error
+            yield number, columns if isinstance(columns, dict) else {}
         first = number + 1
     return first
 
