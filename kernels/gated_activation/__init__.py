@@ -1,1 +1,22 @@
-"""placeholder"""
+"""The gate of an MLP: act(gate) * up. Called by the decoder's MLP."""
+
+from typing import Literal
+
+import torch
+
+from batchinfer.kernels.gated_activation import reference
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATION_KINDS: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh")
+
+
+def gated_activation(gate_up: torch.Tensor, kind: ActivationKind) -> torch.Tensor:
+    """gate_up: [..., 2 n], the gate in the first half. Returns [..., n] in the same dtype.
+
+    Raises ValueError on a kind that is not in ACTIVATION_KINDS or an odd width.
+    """
+    if kind not in ACTIVATION_KINDS:
+        raise ValueError(f"kind = {kind!r}: must be one of {', '.join(ACTIVATION_KINDS)}")
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up has an odd width, {gate_up.shape[-1]}")
+    return reference.gated_activation(gate_up, kind)

@@ -1,1 +1,44 @@
-"""placeholder"""
+"""Writes new keys and values into the paged cache, quantising them where the cache is of 8 bits. Called by each
+attention layer before paged_attention."""
+
+import torch
+
+from batchinfer.kernels.common.fp8 import STORAGE_MAX
+from batchinfer.kernels.kv_store import reference
+
+
+def kv_store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Stores token i's keys and values at slot_mapping[i]; tokens with a negative slot are skipped.
+
+    k, v: [num_tokens, num_kv_heads, head_dim], any float dtype and strides.
+    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous; bf16, fp16, fp32, float8_e4m3fn,
+        float8_e5m2 or int8; written in place.
+    slot_mapping: int64 [num_tokens], block * block_size + offset; non-negative slots are distinct.
+    k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], written in place: absmax / (448, 57344 or 127) of
+        each token and head. None: 8-bit values are stored at scale 1, saturating. int8 needs scales.
+
+    A NaN stays NaN: in the code of a float format, and in the scale. Raises ValueError on shapes that do not fit.
+    """
+    _check(k, k_cache, slot_mapping, k_scale)
+    _check(v, v_cache, slot_mapping, v_scale)
+    reference.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def _check(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:
+    _, num_kv_heads, _, head_dim = cache.shape
+    if values.shape != (slots.shape[0], num_kv_heads, head_dim):
+        raise ValueError(f"values {tuple(values.shape)} do not fit {slots.shape[0]} slots of cache {tuple(cache.shape)}")
+    if not cache.is_contiguous():
+        raise ValueError("the cache must be contiguous")
+    if scale is not None and (scale.shape != cache.shape[:-1] or cache.dtype not in STORAGE_MAX):
+        raise ValueError(f"scales {tuple(scale.shape)} do not fit a {cache.dtype} cache {tuple(cache.shape)}")
+    if scale is None and cache.dtype == torch.int8:
+        raise ValueError("an int8 cache needs scales")

@@ -1,1 +1,64 @@
-"""placeholder"""
+"""Causal attention of new tokens over the paged KV cache. Called by each attention layer after kv_store."""
+
+import torch
+
+from batchinfer.kernels.common.fp8 import STORAGE_MAX
+from batchinfer.kernels.paged_attention import reference
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q k^T) v, where query j of a sequence stands at position seq_len - q_len + j and sees the keys
+    at positions up to its own (the last `sliding_window` of them, its own included, where that is given).
+
+    q: [num_tokens, num_q_heads, head_dim], bf16, fp16 or fp32, any strides; num_q_heads a multiple of num_kv_heads.
+    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous; the new tokens' keys and values are
+        in them already.
+    block_table: int32 [num_seqs, max_blocks]; entries beyond a sequence's length are not read.
+    cu_seqlens_q: int32 [num_seqs + 1], first token of each sequence in q, then num_tokens.
+    seq_lens: int32 [num_seqs], length of each context, new tokens included.
+    k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], factors of the stored vectors.
+    Returns [num_tokens, num_q_heads, head_dim] in q's dtype.
+
+    A token's result depends on its own sequence alone, and neither on the block size nor on how the sequence was cut
+    into chunks. Raises ValueError on shapes that do not fit.
+    """
+    _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
+    for cache_scale in (k_scale, v_scale):
+        if cache_scale is not None and cache_scale.shape != k_cache.shape[:-1]:
+            raise ValueError(f"scales {tuple(cache_scale.shape)} do not fit the cache {tuple(k_cache.shape)}")
+    if k_cache.dtype not in STORAGE_MAX and (k_scale is not None or v_scale is not None):
+        raise ValueError(f"a {k_cache.dtype} cache takes no scales")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window = {sliding_window}: must be 1 or more")
+    return reference.paged_attention(
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, sliding_window
+    )
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous and of one shape")
+    if q.shape[-1] != head_dim or q.shape[1] % num_kv_heads:
+        raise ValueError(f"queries {tuple(q.shape)} do not fit the cache {tuple(k_cache.shape)}")
+    num_seqs = seq_lens.shape[0]
+    if cu_seqlens_q.shape[0] != num_seqs + 1 or block_table.shape[0] != num_seqs:
+        raise ValueError(f"{num_seqs} lengths, {cu_seqlens_q.shape[0]} offsets, {block_table.shape[0]} block tables")

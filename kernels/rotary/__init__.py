@@ -1,1 +1,23 @@
-"""placeholder"""
+"""Rotary position embedding of queries and keys. Called by each attention layer."""
+
+import torch
+
+from batchinfer.kernels.rotary import reference
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates the first rotary_dim dimensions of each head, dimension i with i + rotary_dim / 2 (GPT-NeoX halves).
+
+    q: [num_tokens, num_q_heads, head_dim], k: [num_tokens, num_kv_heads, head_dim], any float dtype and strides.
+    positions: int64 [num_tokens], rows of the cache.
+    cos_sin_cache: float32 [rows, rotary_dim], cosines then sines, rotary_dim <= head_dim.
+    Returns new contiguous tensors of q's and k's dtype; computed in float32. Source: Su et al., arXiv 2104.09864.
+    """
+    rotary_dim = cos_sin_cache.shape[-1]
+    if rotary_dim % 2 or rotary_dim > q.shape[-1] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"rotary_dim {rotary_dim} does not fit heads of {q.shape[-1]} and {k.shape[-1]}")
+    if not len(q) == len(k) == len(positions):
+        raise ValueError(f"{len(q)} queries, {len(k)} keys, {len(positions)} positions")
+    return reference.rotary(q, k, positions, cos_sin_cache)

@@ -1,0 +1,1 @@
+"""What several operations share: number formats of the KV cache."""

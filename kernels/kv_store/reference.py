@@ -1,0 +1,54 @@
+"""Plain torch specification of kv_store."""
+
+import torch
+
+from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def kv_store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    """See the package's `kv_store`."""
+    keep = slot_mapping >= 0
+    if not bool(keep.all()):
+        k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    block = slot_mapping.to(torch.int64) // block_size
+    head = torch.arange(num_kv_heads, device=k.device)
+    rows = ((block[:, None] * num_kv_heads + head) * block_size + (slot_mapping % block_size)[:, None]).flatten()
+    _store(k, k_cache, k_scale, rows)
+    _store(v, v_cache, v_scale, rows)
+
+
+def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor) -> None:
+    """rows [num_tokens * num_kv_heads]: where each head's vector goes in the cache seen as [rows, head_dim]."""
+    if cache.dtype in STORAGE_MAX:
+        values = values.to(torch.float32)
+        if scale is not None:
+            token_scale = _absmax_scale(values, cache.dtype)
+            scale.view(-1)[rows] = token_scale.flatten()
+            values = values / token_scale[..., None]
+        values = encode(values, cache.dtype)
+    else:
+        values = values.to(cache.dtype)
+    head_dim = cache.shape[-1]
+    _as_integers(cache).view(-1, head_dim).index_copy_(0, rows, _as_integers(values).reshape(-1, head_dim))
+
+
+def _absmax_scale(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[num_tokens, num_kv_heads]; NaN where a vector holds NaN, so that the fault survives the encoding. A vector of
+    zeros gets the least positive scale, which decodes to zeros."""
+    return (values.abs().amax(-1) / STORAGE_MAX[dtype]).clamp_min(_LEAST_SCALE)
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """torch has few operations on float8; moving bytes needs none of them."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
