@@ -6,12 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-JSON_FIELD_METADATA = {b"batchinfer": b"json"}  # a column of mixed types, read from JSONL and carried as JSON text
-
-
-def is_json_text(field: pa.Field) -> bool:
-    """Whether the column's strings are JSON texts of the row's values."""
-    return (field.metadata or {}).items() >= JSON_FIELD_METADATA.items()
+from batchinfer.data.jsonl_schema import is_json_text
 
 
 def column_values(batch: pa.RecordBatch, name: str) -> list[Any] | None:

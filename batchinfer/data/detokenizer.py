@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
 
     def _feed(self, data: bytes) -> str:
         if self._prompt_bytes and data:
-            if _is_incomplete_or_valid(self._prompt_bytes + data[:1]):
+            if _continues(self._prompt_bytes, data[0]):
                 self._decoder.decode(self._prompt_bytes)
             self._prompt_bytes = b""
         return self._decoder.decode(data)
@@ -71,23 +71,26 @@ def _incomplete_end(token_bytes: TokenBytes, token_ids: Sequence[int]) -> bytes:
         end = token_bytes[token_id] + end
         if len(end) >= _LONGEST_INCOMPLETE:
             break
-    for length in range(min(_LONGEST_INCOMPLETE, len(end)), 0, -1):
-        candidate = end[-length:]
-        if candidate[0] >= 0xC0 and _is_incomplete_or_valid(candidate):
-            return candidate if _is_incomplete(candidate) else b""
+    for length in range(1, min(_LONGEST_INCOMPLETE, len(end)) + 1):
+        if end[-length] >= 0xC0:  # the last byte that begins a character of several
+            return end[-length:] if _begins_a_character(end[-length:]) else b""
     return b""
 
 
-def _is_incomplete_or_valid(data: bytes) -> bool:
+def _continues(incomplete: bytes, byte: int) -> bool:
     try:
-        codecs.getincrementaldecoder("utf-8")("strict").decode(data)
+        codecs.getincrementaldecoder("utf-8")("strict").decode(incomplete + bytes([byte]))
     except UnicodeDecodeError:
         return False
     return True
 
 
-def _is_incomplete(data: bytes) -> bool:
-    return codecs.getincrementaldecoder("utf-8")("strict").decode(data) == ""
+def _begins_a_character(data: bytes) -> bool:
+    """Whether valid UTF-8 may go on after these bytes, and they hold no whole character."""
+    try:
+        return codecs.getincrementaldecoder("utf-8")("strict").decode(data) == ""
+    except UnicodeDecodeError:
+        return False
 
 
 def byte_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:

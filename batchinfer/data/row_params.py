@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.columns import column_values, is_json_text
+from batchinfer.data.columns import column_values
+from batchinfer.data.jsonl_schema import is_json_text
 from batchinfer.data.param_values import ROW_PARAMETERS
 from batchinfer.data.prompt_source import PromptSource
 from batchinfer.errors import ErrorCode, RowError, UsageError

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
-from batchinfer.config import SamplingConfig, parse_logit_bias
+from batchinfer.config import SamplingConfig
 from batchinfer.errors import UsageError
 from batchinfer.request import SamplingParams
+from batchinfer.sampling_config import parse_logit_bias
 
 ParamSource = Literal["flag", "generation_config", "default"]
 
