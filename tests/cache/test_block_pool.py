@@ -1,0 +1,238 @@
+import random
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from batchinfer.cache.block_pool import BlockKey, BlockPool, OutOfBlocks, key_domain
+
+
+def ids(*tokens: int) -> npt.NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+def constant_hash(key: BlockKey) -> int:
+    return 0
+
+
+def fill(pool: BlockPool, tokens: npt.NDArray[np.int32], domain: str = "") -> list[int]:
+    """Allocates blocks for the tokens and registers the full ones."""
+    blocks = pool.allocate(pool.num_blocks_for(len(tokens)))
+    pool.register(blocks, tokens, len(tokens), domain)
+    return blocks
+
+
+def test_blocks_never_used_come_in_ascending_order_and_freed_ones_before_them() -> None:
+    pool = BlockPool(10, 4)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.free([0, 1])
+    assert sorted(pool.allocate(3)) == [0, 1, 3]
+    assert (pool.num_free_blocks, pool.num_used_blocks) == (6, 4)
+
+
+def test_allocation_takes_all_or_nothing() -> None:
+    pool = BlockPool(3, 4)
+    pool.allocate(1)
+    with pytest.raises(OutOfBlocks, match="3 KV blocks asked for, 2 of 3 are free"):
+        pool.allocate(3)
+    assert pool.num_free_blocks == 2
+    pool.check_integrity()
+
+
+def test_a_block_is_not_freed_twice() -> None:
+    pool = BlockPool(3, 4)
+    blocks = pool.allocate(1)
+    pool.free(blocks)
+    with pytest.raises(ValueError, match="KV block 0 freed more often"):
+        pool.free(blocks)
+
+
+def test_the_longest_known_beginning_is_found_in_whole_blocks() -> None:
+    pool = BlockPool(10, 2)
+    blocks = fill(pool, ids(1, 2, 3, 4, 5))
+    assert pool.match_prefix(ids(1, 2, 3, 4, 5, 6)) == blocks[:2]  # the third block was not full
+    assert pool.match_prefix(ids(1, 2, 3)) == blocks[:1]
+    assert pool.match_prefix(ids(1, 2, 9, 4)) == blocks[:1]
+    assert pool.match_prefix(ids(3, 4)) == []  # known, but not as a beginning
+    assert pool.match_prefix(ids(1)) == []
+    assert [pool.ref_count(b) for b in blocks] == [4, 2, 1]
+
+
+def test_only_the_tokens_written_are_registered_and_more_can_follow() -> None:
+    pool = BlockPool(10, 2)
+    blocks = pool.allocate(3)
+    tokens = ids(1, 2, 3, 4, 5, 6)
+    pool.register(blocks, tokens, 3)
+    assert pool.match_prefix(tokens) == blocks[:1]
+    pool.register(blocks[1:], tokens[2:], 4, parent=blocks[0])
+    assert pool.match_prefix(tokens) == blocks
+
+
+def test_freed_blocks_stay_findable_and_the_least_recently_used_goes_first() -> None:
+    pool = BlockPool(4, 2)
+    old, new = fill(pool, ids(1, 2, 3, 4)), fill(pool, ids(5, 6, 7, 8))
+    pool.free(old)
+    pool.free(new)
+    assert (pool.num_cached_blocks, pool.num_free_blocks) == (4, 4)
+    pool.free(pool.match_prefix(ids(1, 2, 3, 4)))  # now the other is the older one
+    assert pool.allocate(1) == [new[1]]  # its end before its beginning
+    assert pool.match_prefix(ids(5, 6, 7, 8)) == new[:1]
+    assert pool.allocate(1) == [old[1]]
+    assert pool.match_prefix(ids(1, 2, 3, 4)) == old[:1]
+    pool.check_integrity()
+
+
+def test_collisions_of_hashes_find_nothing_wrong() -> None:
+    """Case 44: with each hash equal, only the block that holds just these tokens after just this beginning is found."""
+    pool = BlockPool(10, 2, hash_function=constant_hash)
+    blocks = fill(pool, ids(1, 2, 3, 4))
+    assert pool.match_prefix(ids(1, 2)) == blocks[:1]
+    for other in (ids(3, 4), ids(2, 1), ids(9, 9)):
+        fill(pool, other)
+        assert pool.match_prefix(other) == []
+    assert pool.match_prefix(ids(1, 2, 3, 4)) == blocks[:1]
+    pool.check_integrity()
+
+
+def test_equal_blocks_after_different_beginnings_are_different() -> None:
+    pool = BlockPool(10, 2)
+    first, second = fill(pool, ids(1, 2, 7, 8)), fill(pool, ids(3, 4, 7, 8))
+    assert pool.match_prefix(ids(1, 2, 7, 8)) == first
+    assert pool.match_prefix(ids(3, 4, 7, 8)) == second
+
+
+@pytest.mark.parametrize("hash_function", [hash, constant_hash])
+def test_domains_are_apart(hash_function: object) -> None:
+    """Case 44: an adapter that bears a salt's name is another domain."""
+    adapter, salt = key_domain(adapter="x"), key_domain(salt="x")
+    assert len({adapter, salt, key_domain(adapter="x", salt="x"), key_domain(), ""}) == 5
+    assert key_domain(adapter="a', 'salt': 'b") != key_domain(adapter="a", salt="b")
+    pool = BlockPool(10, 2, hash_function=hash_function)  # type: ignore[arg-type]
+    blocks = fill(pool, ids(1, 2), adapter)
+    assert pool.match_prefix(ids(1, 2), salt) == []
+    assert pool.match_prefix(ids(1, 2)) == []
+    assert pool.match_prefix(ids(1, 2), adapter) == blocks
+
+
+def test_equal_contents_computed_twice_lead_on_to_the_findable_one() -> None:
+    pool = BlockPool(10, 2)
+    tokens = ids(1, 2, 3, 4)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.register(first, tokens, 2)
+    pool.register(second, tokens, 2)  # its first block is a double
+    pool.register(second[1:], tokens[2:], 2, parent=second[0])
+    assert pool.match_prefix(tokens) == [first[0], second[1]]
+    pool.free(second)
+    assert pool.num_cached_blocks == 0  # second[1] is held by the match, the double is empty
+    pool.check_integrity()
+
+
+def test_what_hangs_on_a_reused_block_is_not_found() -> None:
+    pool = BlockPool(3, 2)
+    tokens = ids(1, 2, 3, 4)
+    blocks = fill(pool, tokens)
+    pool.free([blocks[0]])
+    assert pool.allocate(2) == [2, blocks[0]]
+    pool.register([blocks[0]], ids(1, 2), 2)  # the same tokens again, by chance in the same block
+    assert pool.match_prefix(tokens) == [blocks[0]]
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_dropped_contents_are_not_found_nor_what_hangs_on_them(is_free: bool) -> None:
+    """Case 43."""
+    pool = BlockPool(8, 2)
+    tokens = ids(1, 2, 3, 4, 5, 6, 7, 8)
+    blocks = fill(pool, tokens[:6])
+    if is_free:
+        pool.free(blocks)
+    pool.drop([blocks[1]])
+    pool.check_integrity()
+    assert pool.match_prefix(tokens) == blocks[:1]
+    if not is_free:
+        pool.register(pool.allocate(1), tokens[4:6], 2, parent=blocks[1])  # nothing follows a dropped block
+        assert pool.match_prefix(tokens) == blocks[:1]
+        pool.free(blocks)
+    again = fill(pool, tokens)
+    assert pool.match_prefix(tokens) == [blocks[0], *again[1:]]  # the first was never dropped
+    pool.check_integrity()
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    pool = BlockPool(4, 2, enable_prefix_caching=False)
+    blocks = fill(pool, ids(1, 2))
+    assert pool.match_prefix(ids(1, 2)) == []
+    pool.free(blocks)
+    assert pool.num_cached_blocks == 0
+
+
+def test_integrity_check_sees_lost_and_doubled_blocks() -> None:
+    lost = BlockPool(4, 2)
+    lost.free(lost.allocate(2))
+    lost._recycled.pop()
+    doubled = BlockPool(4, 2)
+    doubled._recycled.extend(doubled.allocate(1))
+    stale = BlockPool(4, 2)
+    stale._keys[fill(stale, ids(1, 2))[0]] = None
+    for pool, message in ((lost, "1 empty|3 empty"), (doubled, "1 used"), (stale, "index disagrees")):
+        with pytest.raises(RuntimeError, match=message):
+            pool.check_integrity()
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0)])
+def test_sizes_are_checked(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        BlockPool(num_blocks, block_size)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("hash_function", [hash, lambda key: hash(key) % 3])
+def test_random_use_against_plain_records(seed: int, hash_function: object) -> None:
+    """Holders take, register, match, free and drop at random; a plain record of each block's whole prefix says what
+    a match may return."""
+    rng = random.Random(seed)
+    pool = BlockPool(12, 2, hash_function=hash_function)  # type: ignore[arg-type]
+    contents: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
+    held: list[list[int]] = []
+    num_hits = 0
+    for _ in range(600):
+        tokens = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 9)))
+        found = pool.match_prefix(np.array(tokens, np.int32))
+        for i, block in enumerate(found):
+            assert contents[block] == tokens[: 2 * i + 2]
+        num_hits += len(found)
+        num_new = pool.num_blocks_for(len(tokens)) - len(found)
+        if num_new > pool.num_free_blocks:
+            pool.free(found)
+            if held:
+                pool.free(held.pop(rng.randrange(len(held))))
+        else:
+            new = pool.allocate(num_new)
+            assert not set(new) & {b for blocks in held for b in blocks}
+            start = 2 * len(found)
+            for i, block in enumerate(new):
+                contents[block] = tokens[: start + 2 * i + 2]
+            rest = np.array(tokens[start:], np.int32)
+            pool.register(new, rest, len(rest), parent=found[-1] if found else None)
+            held.append(found + new)
+        if held and rng.random() < 0.4:
+            pool.free(held.pop(rng.randrange(len(held))))
+        if held and rng.random() < 0.05:
+            dropped = rng.choice(held)
+            pool.drop(dropped)
+            for block in dropped:
+                contents[block] = (-1,)
+        pool.check_integrity()
+        references = [sum(blocks.count(b) for blocks in held) for b in range(12)]
+        assert [pool.ref_count(b) for b in range(12)] == references
+        assert pool.num_used_blocks == sum(count > 0 for count in references)
+    assert num_hits > 20
+
+
+def test_scheduling_and_the_pool_import_no_torch() -> None:
+    code = (
+        "import sys, batchinfer.scheduling.scheduler, batchinfer.cache.block_pool, batchinfer.cache.spec, "
+        "batchinfer.engine.persistent_batch; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
