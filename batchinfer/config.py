@@ -2,67 +2,22 @@
 and `LLM(...)` are made from. A broken rule raises ValueError with the field's name and what is allowed."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
+
+from batchinfer.option_field import option, require, require_choice
+from batchinfer.sampling_config import SamplingConfig
 
 KVCacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8"]
 KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
-
-
+_UNSET_SAMPLING = SamplingConfig()
 _MAX_ERRORS = re.compile(r"\d+|\d+(\.\d+)?%")
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    kind: str = "value",
-    metavar: str = "",
-    affects_answers: bool = False,
-) -> Any:
-    """A field that is also a command-line option.
-
-    kind: value | flag (--x/--no-x) | many (repeatable) | size (bytes, "24MiB") | duration (seconds, "90m") | json.
-    affects_answers: the value belongs to the fingerprint that a resumed job must keep (answers or file layout).
-    """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "kind": kind,
-        "metavar": metavar,
-        "affects_answers": affects_answers,
-    }
-    if isinstance(default, list | dict):
-        raise TypeError("option defaults are immutable")
-    return field(default=default, metadata=metadata)
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} = {value!r}: must be {allowed}")
-
-
-def parse_logit_bias(text: str) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) pairs of a JSON object such as {"42": -1.5}. Raises ValueError."""
-    allowed = 'a JSON object of token id to number, as in {"42": -1.5}'
-    try:
-        biases = json.loads(text)
-        _require(isinstance(biases, dict), "logit_bias", text, allowed)
-        return tuple((int(token), float(bias)) for token, bias in biases.items())
-    except (ValueError, TypeError):
-        raise ValueError(f"logit_bias = {text!r}: must be {allowed}") from None
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, name, value, "one of " + ", ".join(choices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,113 +77,18 @@ class InputConfig:
     )
 
     def __post_init__(self) -> None:
-        _require_choice("on_too_long", self.on_too_long, ON_TOO_LONG)
-        _require(self.limit is None or self.limit > 0, "limit", self.limit, "1 or more")
-        _require(self.sample is None or self.sample > 0, "sample", self.sample, "1 or more")
-        _require(not (self.limit and self.sample), "sample", self.sample, "absent where limit is given")
+        require_choice("on_too_long", self.on_too_long, ON_TOO_LONG)
+        require(self.limit is None or self.limit > 0, "limit", self.limit, "1 or more")
+        require(self.sample is None or self.sample > 0, "sample", self.sample, "1 or more")
+        require(not (self.limit and self.sample), "sample", self.sample, "absent where limit is given")
         sources = [self.prompt_column, self.messages_column, self.prompt_token_ids_column, self.template]
         given = [s for s in sources if s is not None]
-        _require(
+        require(
             len(given) <= 1,
             "prompt source",
             given,
             "one of prompt_column, messages_column, prompt_token_ids_column, template",
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingConfig:
-    """Parameters of rows that do not carry their own; those not given are the model's (generation_config.json), else
-    the defaults below. None is not given."""
-
-    max_tokens: int | None = option(
-        None,
-        "Most tokens of a completion; 0 only scores the prompt.  [default: the room left]",
-        metavar="N",
-        affects_answers=True,
-    )
-    min_tokens: int | None = option(
-        None, "Fewest tokens of a completion.  [default: 0]", metavar="N", affects_answers=True
-    )
-    temperature: float | None = option(
-        None, "Randomness; 0 always takes the most likely token.  [default: 1]", metavar="X", affects_answers=True
-    )
-    top_p: float | None = option(
-        None,
-        "Keep the most likely tokens that make up this share of the probability.  [default: 1]",
-        metavar="X",
-        affects_answers=True,
-    )
-    top_k: int | None = option(
-        None, "Keep the K most likely tokens; 0 is all.  [default: 0]", metavar="N", affects_answers=True
-    )
-    min_p: float | None = option(
-        None,
-        "Drop tokens less likely than this share of the most likely one's probability.  [default: 0]",
-        metavar="X",
-        affects_answers=True,
-    )
-    stop: tuple[str, ...] | None = option(
-        None, "End the completion before this string. Repeatable.", kind="many", metavar="TEXT", affects_answers=True
-    )
-    stop_token_ids: tuple[int, ...] | None = option(
-        None, "End the completion at this token. Repeatable.", kind="many", metavar="ID", affects_answers=True
-    )
-    include_stop_str_in_output: bool | None = option(
-        None, "Keep the stop string at the end of the completion.  [default: off]", kind="flag", affects_answers=True
-    )
-    ignore_eos: bool | None = option(
-        None, "Do not end at the end-of-sequence tokens.  [default: off]", kind="flag", affects_answers=True
-    )
-    repetition_penalty: float | None = option(
-        None,
-        "Divide the logits of tokens seen in prompt or completion (multiply, if negative) by this.  [default: 1]",
-        metavar="X",
-        affects_answers=True,
-    )
-    presence_penalty: float | None = option(
-        None,
-        "Subtract this from the logits of tokens in the completion.  [default: 0]",
-        metavar="X",
-        affects_answers=True,
-    )
-    frequency_penalty: float | None = option(
-        None,
-        "Subtract this for each time the token is in the completion.  [default: 0]",
-        metavar="X",
-        affects_answers=True,
-    )
-    logit_bias: str | None = option(
-        None,
-        'Added to the logits: JSON object of token id to bias, as in {"42": -1.5}.',
-        kind="json",
-        metavar="JSON",
-        affects_answers=True,
-    )
-    n: int | None = option(None, "Completions of each row.  [default: 1]", metavar="N", affects_answers=True)
-    logprobs: int | None = option(
-        None,
-        "Write the log-probability of each token and of the N most likely in its place.",
-        metavar="N",
-        affects_answers=True,
-    )
-    prompt_logprobs: bool | None = option(
-        None, "Write the log-probabilities of the prompt's tokens.  [default: off]", kind="flag", affects_answers=True
-    )
-    seed: int = option(
-        0, "Seed of the job; rows may carry their own in a column `seed`.", metavar="N", affects_answers=True
-    )
-
-    def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {name: value for name, value in given.items() if value is not None}
-        del given["seed"]  # the job's; a row's own is SamplingParams'
-        if "logit_bias" in given:
-            given["logit_bias"] = parse_logit_bias(given["logit_bias"])
-        if given:
-            from batchinfer.request import SamplingParams  # here, as it brings numpy and `--help` needs none
-
-            SamplingParams(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +123,10 @@ class ModelConfig:
     threads: int | None = option(None, "CPU threads. Default: the processors this process may use.", metavar="N")
 
     def __post_init__(self) -> None:
-        _require_choice("dtype", self.dtype, DTYPES)
-        _require_choice("device", self.device, DEVICES)
-        _require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")
-        _require(self.threads is None or self.threads > 0, "threads", self.threads, "1 or more")
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("device", self.device, DEVICES)
+        require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")
+        require(self.threads is None or self.threads > 0, "threads", self.threads, "1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,12 +151,12 @@ class CacheConfig:
     enable_prefix_caching: bool = option(True, "Compute equal beginnings of prompts once.", kind="flag")
 
     def __post_init__(self) -> None:
-        _require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         share = self.gpu_memory_utilization
-        _require(share is None or 0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
-        _require(1 <= self.block_size <= 1024, "block_size", self.block_size, "from 1 to 1024")
+        require(share is None or 0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
+        require(1 <= self.block_size <= 1024, "block_size", self.block_size, "from 1 to 1024")
         memory = self.kv_cache_memory
-        _require(memory is None or memory > 0, "kv_cache_memory", memory, "above 0")
+        require(memory is None or memory > 0, "kv_cache_memory", memory, "above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,8 +167,8 @@ class SchedulerConfig:
     max_num_seqs: int = option(256, "Most sequences that run at once.", metavar="N")
 
     def __post_init__(self) -> None:
-        _require(self.max_num_batched_tokens > 0, "max_num_batched_tokens", self.max_num_batched_tokens, "1 or more")
-        _require(self.max_num_seqs > 0, "max_num_seqs", self.max_num_seqs, "1 or more")
+        require(self.max_num_batched_tokens > 0, "max_num_batched_tokens", self.max_num_batched_tokens, "1 or more")
+        require(self.max_num_seqs > 0, "max_num_seqs", self.max_num_seqs, "1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +192,7 @@ class OutputConfig:
     output_token_ids: bool = option(False, "Add the column completion_token_ids.", kind="flag", affects_answers=True)
 
     def __post_init__(self) -> None:
-        _require(self.rows_per_part > 0, "rows_per_part", self.rows_per_part, "1 or more")
+        require(self.rows_per_part > 0, "rows_per_part", self.rows_per_part, "1 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,9 +210,9 @@ class LimitsConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0")
+        require(self.deadline is None or self.deadline > 0, "deadline", self.deadline, "above 0")
         limit = self.max_errors
-        _require(limit is None or _MAX_ERRORS.fullmatch(limit) is not None, "max_errors", limit, "a count or N%")
+        require(limit is None or _MAX_ERRORS.fullmatch(limit) is not None, "max_errors", limit, "a count or N%")
 
     def max_failed_rows(self, num_rows: int) -> int | None:
         """Failed rows that a job of `num_rows` rows may have; None is no limit."""
@@ -368,7 +228,7 @@ class JobConfig:
     """All options of a job, by group."""
 
     input: InputConfig = InputConfig()
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = _UNSET_SAMPLING
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

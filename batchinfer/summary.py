@@ -70,19 +70,6 @@ class RequestStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFigures:
-    """Of the steps that the engine ran."""
-
-    steps: int
-    mean_batch_size: float  # sequences a step
-    peak_batch_size: int
-    kv_blocks_total: int
-    kv_blocks_peak: int  # most in use at the end of a step
-    kv_blocks_mean: float  # in use, over the steps
-    tbt_ms: Distribution  # every gap between two tokens of one sequence
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
     """Of the process and the job as a whole."""
 
@@ -96,8 +83,8 @@ class RunFigures:
     options: Mapping[str, Any]  # EffectiveOptions.to_json()
 
 
-def summarise(requests: RequestStatistics, engine: EngineFigures, run: RunFigures) -> dict[str, Any]:
-    """The content of _stats.json, and with fewer keys of `bench throughput`; JSON types only.
+def summarise(requests: RequestStatistics, engine: Mapping[str, Any], run: RunFigures) -> dict[str, Any]:
+    """The content of _stats.json and of `bench throughput --json`; JSON types only. `engine` is EngineStats.to_dict().
 
     Throughput counts the tokens of rows without error over `busy_seconds`; cached prompt tokens count in the total.
     """
@@ -107,16 +94,13 @@ def summarise(requests: RequestStatistics, engine: EngineFigures, run: RunFigure
         "rows_resumed": run.rows_resumed,
         "output_tokens_per_s": _rate(requests.completion_tokens, run.busy_seconds),
         "total_tokens_per_s": _rate(total_tokens, run.busy_seconds),
-        "tbt_ms": engine.tbt_ms.summary(),
+        "tbt_ms": engine["tbt_ms"],
         "wall_seconds": dict(run.phase_seconds),
         "busy_seconds": run.busy_seconds,
-        "steps": engine.steps,
-        "batch_size": {"mean": engine.mean_batch_size, "peak": engine.peak_batch_size},
-        "kv_blocks": {
-            "total": engine.kv_blocks_total,
-            "peak": engine.kv_blocks_peak,
-            "mean": engine.kv_blocks_mean,
-        },
+        "engine_seconds": {name.removesuffix("_s"): value for name, value in engine.items() if name.endswith("_s")},
+        "steps": engine["steps"],
+        "batch_size": {"mean": engine["mean_batch_size"], "peak": engine["peak_batch_size"]},
+        "kv_blocks": {name: engine[f"kv_blocks_{name}"] for name in ("total", "peak", "mean")},
         "kv_cache_bytes": run.kv_cache_bytes,
         "peak_memory_bytes": run.peak_memory_bytes,
         "device": run.device,

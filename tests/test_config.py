@@ -14,8 +14,8 @@ from batchinfer.config import (
     SamplingConfig,
     SchedulerConfig,
     iter_options,
-    parse_logit_bias,
 )
+from batchinfer.sampling_config import parse_logit_bias
 
 BROKEN_RULES = [
     (InputConfig, {"on_too_long": "drop"}, "on_too_long", "truncate-left"),

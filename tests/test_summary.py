@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from batchinfer.distribution import Distribution
+from batchinfer.engine.stats import EngineStats
 from batchinfer.errors import ErrorCode
 from batchinfer.request import RequestId, RequestTimes, Result
-from batchinfer.summary import EngineFigures, RequestStatistics, RunFigures, summarise, summary_table
+from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table
 
 
 def answered(row: int, *, sample: int = 0, tokens: int = 10, latency_ms: float = 100.0, **changes) -> Result:
@@ -53,19 +53,13 @@ def requests() -> RequestStatistics:
     return statistics
 
 
-def engine_figures(gaps=(8.0, 9.0, 40.0)) -> EngineFigures:
-    tbt_ms = Distribution()
-    for gap in gaps:
-        tbt_ms.add(gap)
-    return EngineFigures(
-        steps=12,
-        mean_batch_size=1.75,
-        peak_batch_size=3,
-        kv_blocks_total=200,
-        kv_blocks_peak=50,
-        kv_blocks_mean=21.5,
-        tbt_ms=tbt_ms,
-    )
+def engine_figures(gaps=(8.0, 9.0, 40.0)) -> dict:
+    """Twelve steps: eleven of two sequences and one of three, that ended with 20 blocks in use, but for one with 50."""
+    stats = EngineStats(kv_blocks_total=200, schedule_s=0.5, forward_s=1.25)
+    for step in range(12):
+        stats.add_step(3 if step == 4 else 2, 10, 50 if step == 7 else 20)
+    stats.add_token_gaps(np.array(gaps, np.float64))
+    return stats.to_dict()
 
 
 def run_figures(**changes) -> RunFigures:
@@ -127,8 +121,10 @@ def test_a_job_with_nothing_left_to_do():
 
 def test_engine_and_run_figures_are_carried(requests):
     stats = summarise(requests, engine_figures(), run_figures())
-    assert stats["batch_size"] == {"mean": 1.75, "peak": 3}
-    assert stats["kv_blocks"] == {"total": 200, "peak": 50, "mean": 21.5}
+    assert stats["batch_size"] == {"mean": pytest.approx(25 / 12), "peak": 3}
+    assert stats["kv_blocks"] == {"total": 200, "peak": 50, "mean": 22.5}
+    assert stats["steps"] == 12
+    assert stats["engine_seconds"]["forward"] == 1.25
     assert stats["tbt_ms"]["max"] == 40.0
     assert stats["tbt_ms"]["p50"] == 9.0
     assert stats["wall_seconds"] == {"startup": 3.2, "rows": 125.0}
