@@ -97,7 +97,7 @@ def parse_line(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_LINE_BYTES:
         raise LineError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
-        row = _decode(str(data, "utf-8"))
+        row = _decode(str(data, "utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise LineError(f"not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
     except json.JSONDecodeError as error:
