@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-_WHOLE_BYTES = 1 << 30  # files up to this size are read whole
+_WHOLE_BYTES = 1 << 29  # files up to this size are read whole
 _BLOCK_BYTES = 1 << 18
 _STRIDE_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
@@ -23,8 +23,8 @@ def model_fingerprint(directory: Path) -> str:
 def file_digest(path: Path) -> str:
     """SHA-256 in hex of a file's size and content.
 
-    Of a file above 1 GiB only 256 KiB in each 64 MiB count, from its head (where safetensors and GGUF have their table
-    of tensors) to its last bytes: trained or converted otherwise, weights differ everywhere, and 140 GB take seconds.
+    Of a file above 512 MiB only 256 KiB in each 64 MiB count, from its head (where safetensors and GGUF have their
+    table) to its last bytes: trained or converted otherwise, weights differ everywhere, and 140 GB take seconds.
     """
     digest = hashlib.sha256()
     size = path.stat().st_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.errors import BatchInferError
 from batchinfer.models.fingerprint import file_digest
 from batchinfer.models.gguf_config import make_config, make_generation_config
-from batchinfer.models.gguf_tokenizer import control_tokens, write_tokenizer
+from batchinfer.models.gguf_tokenizer import check_tokenizer, control_tokens, write_tokenizer
 from batchinfer.models.gguf_weights import stored_dtype, tensor_shape, write_weights
 from batchinfer.models.model_cache import build_once
 
@@ -59,6 +59,8 @@ def _open(path: Path) -> "GGUFReader":
 def _convert(reader: "GGUFReader", metadata: Mapping[str, Any], directory: Path) -> None:
     if metadata.get("split.count", 0) > 1:
         raise BatchInferError("one part of a split file; join the parts first (llama-gguf-split --merge)")
+    if "general.architecture" not in metadata:
+        raise BatchInferError("the key general.architecture is missing: not a model")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     rope_factors = tensors.pop(_ROPE_FACTORS, None)
     for required in ("token_embd.weight", "output_norm.weight"):
@@ -67,6 +69,7 @@ def _convert(reader: "GGUFReader", metadata: Mapping[str, Any], directory: Path)
     shapes = {name: tensor_shape(tensor) for name, tensor in tensors.items()}
     factors = None if rope_factors is None else rope_factors.data
     config = make_config(metadata, shapes, factors, stored_dtype(tensors))
+    check_tokenizer(metadata)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", make_generation_config(metadata, control_tokens(metadata)))
     write_tokenizer(metadata, directory)

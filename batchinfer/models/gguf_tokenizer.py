@@ -20,6 +20,7 @@ _LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_REQUIRED = {"gpt2": ("tokens", "token_type", "merges"), "llama": ("tokens", "token_type", "scores")}
 _BYTE_LEVEL_KINDS = ("gpt-2", "smollm", "llama-bpe", "qwen2")
 
 
@@ -32,6 +33,18 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+def check_tokenizer(metadata: Mapping[str, Any]) -> None:
+    """Raises BatchInferError where the file has no tokenizer that can be rebuilt."""
+    model = metadata.get(_KEY + "model")
+    if model not in _REQUIRED:
+        raise BatchInferError(f"tokenizer model {model!r} is not supported; supported: {', '.join(_REQUIRED)}")
+    if missing := [key for key in _REQUIRED[model] if _KEY + key not in metadata]:
+        raise BatchInferError(f"the key {_KEY}{missing[0]} is missing")
+    for key in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        if metadata.get(f"{_KEY}{key}_token_id", 0) >= len(metadata[_KEY + "tokens"]):
+            raise BatchInferError(f"{_KEY}{key}_token_id is not in the vocabulary")
 
 
 def control_tokens(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -66,11 +79,9 @@ def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> "tokenizers.Tokenizer":
     """The tokenizer of a GGUF file's metadata, its control and user-defined tokens added as whole tokens."""
-    builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
-    model = metadata.get(_KEY + "model")
-    if model not in builders:
-        raise BatchInferError(f"tokenizer model {model!r} is not supported; supported: {', '.join(builders)}")
-    tokenizer = builders[model](metadata)
+    check_tokenizer(metadata)
+    is_byte_level = metadata[_KEY + "model"] == "gpt2"
+    tokenizer = _byte_level_bpe(metadata) if is_byte_level else _sentencepiece_bpe(metadata)
     _add_whole_tokens(tokenizer, metadata)
     _add_ends(tokenizer, metadata)
     return tokenizer

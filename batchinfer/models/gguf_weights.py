@@ -4,7 +4,7 @@ models/gguf_conversion.py."""
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -80,7 +80,7 @@ def huggingface_name(name: str) -> str:
     raise BatchInferError(f"tensor {name} has no place in a model of the Llama family")
 
 
-def _check_complete(names: Sequence[str] | Any, config: Mapping[str, Any]) -> None:
+def _check_complete(names: Collection[str], config: Mapping[str, Any]) -> None:
     expected = _expected_names(config)
     if missing := sorted(expected - set(names)):
         raise BatchInferError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
@@ -122,9 +122,15 @@ def _float_chunks(tensor: "ReaderTensor", row_order: npt.NDArray[np.int64] | Non
 
     data = tensor.data  # [rows, elements or bytes of a row]; a vector has its elements as rows
     step = max(1, _CHUNK_ELEMENTS // (tensor_shape(tensor)[-1] if data.ndim > 1 else 1))
+    if row_order is not None and len(row_order) != len(data):
+        raise BatchInferError(f"tensor {tensor.name} has {len(data)} rows where the metadata says {len(row_order)}")
     for start in range(0, len(data), step):
         rows = slice(start, start + step) if row_order is None else row_order[start : start + step]
-        yield np.array(dequantize(np.ascontiguousarray(data[rows]), tensor.tensor_type), dtype=np.float32)
+        try:
+            values = dequantize(np.ascontiguousarray(data[rows]), tensor.tensor_type)
+        except NotImplementedError as error:
+            raise BatchInferError(f"tensor {tensor.name}: type {tensor.tensor_type.name} is not supported") from error
+        yield np.array(values, dtype=np.float32)
 
 
 def _write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: "torch.dtype") -> None:

@@ -34,12 +34,14 @@ class HubUnreachable(BatchInferError):
 def find_in_hub_cache(model: str) -> Path | None:
     """The snapshot in Hugging Face's own cache, which may be incomplete; opens no connection."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+    except HFValidationError as error:
+        raise BatchInferError(f"{model} is neither a local path nor a name that the hub allows") from error
 
 
 def download_from_hub(model: str, report: Callable[[str], None], timeout_s: float) -> Path:
@@ -49,6 +51,7 @@ def download_from_hub(model: str, report: Callable[[str], None], timeout_s: floa
 
     if constants.HF_HUB_OFFLINE:
         raise HubUnreachable("not in the local caches, and HF_HUB_OFFLINE forbids asking the hub")
+    report(f"looking for {model} on the Hugging Face hub")
     _ask_hub(model, timeout_s)
     report(f"downloading {model} from the Hugging Face hub")
     try:

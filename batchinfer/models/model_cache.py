@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from batchinfer.errors import BatchInferError
+
 
 def cache_directory() -> Path:
     """BATCHINFER_CACHE, else XDG_CACHE_HOME/batchinfer, else ~/.cache/batchinfer. It need not exist yet."""
@@ -25,13 +27,23 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
     """The cached model directory `name`; made by `build(empty directory)` where it is not there yet.
 
     A directory under its final name is always whole: it is built under another name and renamed. Processes that want
-    the same model at once wait for the one that builds it; what a killed process left behind is cleared.
+    the same model at once wait for the one that builds it; what a killed process left behind is cleared. Raises
+    BatchInferError where the cache cannot be written.
     """
-    import filelock
-
     if (found := cached_model(name)) is not None:
         return found
     models = cache_directory() / "models"
+    try:
+        return _build(models, name, build)
+    except OSError as error:
+        raise BatchInferError(
+            f"the model cache {models} cannot be filled ({error}); set BATCHINFER_CACHE to a directory with room"
+        ) from error
+
+
+def _build(models: Path, name: str, build: Callable[[Path], None]) -> Path:
+    import filelock
+
     final = models / name
     models.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(models / f".{name}.lock"):

@@ -22,7 +22,7 @@ _HUB_TIMEOUT_S = 10.0
 _DEFAULT_MODEL_HUB_TIMEOUT_S = 3.0  # another source follows
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_WAY_OUT = "check the network and HTTPS_PROXY, or name a local model directory or .gguf file with --model"
+_WAY_OUT = "name a local model directory or .gguf file with --model"
 
 _logger = logging.getLogger("batchinfer")
 
@@ -96,7 +96,6 @@ def _from_hub(name: str, report: Callable[[str], None], timeout_s: float) -> Mod
     cached = find_in_hub_cache(name)
     if cached is not None and _missing(cached) is None:
         return _files(cached, source)
-    report(f"looking for {name} on the Hugging Face hub")
     path = download_from_hub(name, report, timeout_s)
     if problem := _missing(path):
         raise BatchInferError(f"{name} of the hub cannot be used: {problem}")
@@ -111,7 +110,10 @@ def _missing(directory: Path) -> str | None:
         return f"there is no tokenizer ({', '.join(_TOKENIZER_FILES)})"
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError):
+            return f"{index.name} is not readable"
         absent = [name for name in names if not (directory / name).is_file()]
         return f"{len(absent)} of {len(names)} weight files are missing, the first is {absent[0]}" if absent else None
     if not any(directory.glob("*.safetensors")):
