@@ -24,6 +24,7 @@ class ErrorCode(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     BAD_PARAMETER = "bad_parameter"
     NUMERICAL = "numerical"
+    COMPLETION_TOO_LARGE = "completion_too_large"  # no column could hold it
 
 
 class RowError(Exception):
