@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TokenIds = npt.NDArray[np.int32]
+_AS_IT_STANDS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _CHARACTERS_A_CALL = 1_000_000  # bounds the memory of encodings, some hundred bytes a token until they are arrays
 
 
@@ -52,7 +53,7 @@ class Tokenizer:
         template = None if chat_template is None else _read_template(Path(chat_template))
         try:
             hf_tokenizer = _load_hf_tokenizer(path)
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except Exception as error:  # a broken file shows as any exception of the libraries that read it
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise BatchInferError(f"{path}: the tokenizer cannot be loaded: {reason}") from error
         if template is not None:
@@ -120,21 +121,27 @@ class Tokenizer:
 
 
 def _load_hf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
-    """tokenizer.json as it stands where there is one: AutoTokenizer would import torch's distributed half to choose a
-    class (1.2 s) and rebuild some tokenizers by that class's rules. Older vocabulary files need that conversion."""
-    if (path / "tokenizer.json").is_file():
+    """What AutoTokenizer makes of the directory, so that tokens equal those of transformers: it may rebuild the
+    tokenizer by the rules of the class that tokenizer_config.json names. A directory that names no such class has
+    tokenizer.json loaded as it stands, which is the same without importing torch's distributed half (1.2 s)."""
+    if not path.is_dir():
+        raise OSError("no such directory")
+    if (path / "tokenizer.json").is_file() and _tokenizer_class(path) in _AS_IT_STANDS:
         from transformers import PreTrainedTokenizerFast
 
         loaded: Any = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         return loaded
     from transformers import AutoTokenizer
 
-    if not path.is_dir():
-        raise OSError("no such directory")
     tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} is not a fast tokenizer; save a tokenizer.json beside the model")
     return tokenizer
+
+
+def _tokenizer_class(path: Path) -> str | None:
+    config = path / "tokenizer_config.json"
+    return json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") if config.is_file() else None
 
 
 def _read_template(path: Path) -> str:

@@ -121,9 +121,12 @@ def test_chat_template_faults_are_found_up_front(directory, tmp_path):
 def test_loading_faults_name_the_directory(tmp_path):
     with pytest.raises(BatchInferError, match=str(tmp_path / "absent")):
         Tokenizer.load(tmp_path / "absent")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(BatchInferError, match=str(tmp_path)):
-        Tokenizer.load(tmp_path)
+    save_byte_level(tmp_path)
+    good = json.loads((tmp_path / "tokenizer.json").read_text())
+    for bad in ("", "{}", json.dumps(good | {"model": {"type": "Unheard"}})):
+        (tmp_path / "tokenizer.json").write_text(bad)
+        with pytest.raises(BatchInferError, match=f"{tmp_path}: the tokenizer cannot be loaded"):
+            Tokenizer.load(tmp_path)
 
 
 def test_an_unknown_decoder_is_refused(tmp_path):
@@ -163,6 +166,20 @@ def test_vocabulary_files_without_tokenizer_json_are_converted(tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     assert tokenizer.encode_batch(["abc"])[0].tolist() == [VOCAB_SIZE, SHIFT + 99]
     assert tokenizer.decode([VOCAB_SIZE, SHIFT + 99]) == "abc"
+
+
+@pytest.mark.parametrize(("tokenizer_class", "after_bos"), [("LlamaTokenizer", "hi"), ("TokenizersBackend", "▁hi")])
+def test_the_class_that_the_config_names_decides_as_in_transformers(tmp_path, tokenizer_class, after_bos):
+    """LlamaTokenizer puts the space mark at the start of the text only; the file has it after special tokens."""
+    save_sentencepiece_like(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": tokenizer_class, "legacy": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    vocab = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    plain, with_bos = Tokenizer.load(tmp_path).encode_batch(["hi", "<s>hi"])
+    assert plain.tolist() == [1, vocab["▁hi"]]
+    assert with_bos.tolist() == [1, vocab[after_bos]]
 
 
 # Decoding
