@@ -404,6 +404,14 @@ def test_llama3_takes_a_whole_word_before_its_merges() -> None:
     assert build_tokenizer(metadata).encode("hello").tokens == ["hell", "o"]
 
 
+def test_only_qwen2_composes_characters() -> None:
+    decomposed, composed = "e\u0301", "\u00e9"
+    qwen2 = build_tokenizer(tokenizer_metadata("qwen2"))
+    assert qwen2.encode(decomposed).ids == qwen2.encode(composed).ids
+    smollm = build_tokenizer(tokenizer_metadata("smollm"))
+    assert smollm.decode(smollm.encode(decomposed).ids) == decomposed
+
+
 def test_control_and_user_tokens_stay_whole() -> None:
     metadata = tokenizer_metadata("smollm")
     tokens = metadata["tokenizer.ggml.tokens"]
