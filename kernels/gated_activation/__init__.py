@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-
 from batchinfer.kernels.gated_activation import reference
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]

@@ -2,7 +2,6 @@
 attention layer before paged_attention."""
 
 import torch
-
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
 from batchinfer.kernels.kv_store import reference
 
@@ -35,7 +34,9 @@ def kv_store(
 def _check(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:
     _, num_kv_heads, _, head_dim = cache.shape
     if values.shape != (slots.shape[0], num_kv_heads, head_dim):
-        raise ValueError(f"values {tuple(values.shape)} do not fit {slots.shape[0]} slots of cache {tuple(cache.shape)}")
+        raise ValueError(
+            f"values {tuple(values.shape)} do not fit {slots.shape[0]} slots of cache {tuple(cache.shape)}"
+        )
     if not cache.is_contiguous():
         raise ValueError("the cache must be contiguous")
     if scale is not None and (scale.shape != cache.shape[:-1] or cache.dtype not in STORAGE_MAX):

@@ -1,7 +1,6 @@
 """Plain torch specification of kv_store."""
 
 import torch
-
 from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny

@@ -1,7 +1,6 @@
 """Causal attention of new tokens over the paged KV cache. Called by each attention layer after kv_store."""
 
 import torch
-
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
 from batchinfer.kernels.paged_attention import reference
 

@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-
 from batchinfer.kernels.common.fp8 import STORAGE_MAX, decode_exactly, decode_finite
 
 KEY_CHUNK = 128  # keys a chunk

@@ -1,7 +1,6 @@
 """Root mean square normalisation, alone and after a residual sum. Called by the decoder's layers."""
 
 import torch
-
 from batchinfer.kernels.rms_norm import reference
 
 

@@ -1,7 +1,6 @@
 """Rotary position embedding of queries and keys. Called by each attention layer."""
 
 import torch
-
 from batchinfer.kernels.rotary import reference
 
 

@@ -1,0 +1,68 @@
+"""Self-attention of a decoder layer over the paged KV cache."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from batchinfer.cache.paged_kv import PagedKVCache
+from batchinfer.kernels.kv_store import kv_store
+from batchinfer.kernels.paged_attention import paged_attention
+from batchinfer.kernels.rms_norm import rms_norm
+from batchinfer.kernels.rotary import rotary
+from batchinfer.models.batch import Batch
+from batchinfer.models.linear import Linear
+from batchinfer.models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StepRotation:
+    """Cosines and sines of a step's tokens, the same for all layers."""
+
+    cos_sin: Tensor  # float32 [num_tokens, rotary_dim]
+    rows: Tensor  # int64 [num_tokens], row of each token in cos_sin
+
+
+class Attention:
+    """Projects, rotates, stores the new keys and values in the cache and attends to what the cache then holds.
+
+    qkv stacks the rows of the query, key and value projections. q_norm, k_norm: [head_dim], where the spec has them.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        qkv: Linear,
+        output: Linear,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> None:
+        self._spec = spec
+        self._layer = layer
+        self._qkv = qkv
+        self._output = output
+        self._q_norm = q_norm
+        self._k_norm = k_norm
+
+    def __call__(self, hidden: Tensor, batch: Batch, rotation: StepRotation, cache: PagedKVCache) -> Tensor:
+        """[num_tokens, hidden_size] to the same."""
+        spec, layer = self._spec, self._layer
+        heads = self._qkv(hidden).unflatten(-1, (-1, spec.head_dim))
+        q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = rms_norm(q, self._q_norm, spec.rms_norm_eps), rms_norm(k, self._k_norm, spec.rms_norm_eps)
+        q, k = rotary(q, k, rotation.rows, rotation.cos_sin)
+        stored = (cache.key(layer), cache.value(layer))
+        scales = (cache.key_scale(layer), cache.value_scale(layer))
+        kv_store(k, v, *stored, batch.slot_mapping, *scales)
+        attended = paged_attention(
+            q,
+            *stored,
+            batch.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            spec.head_dim**-0.5,
+            *scales,
+            sliding_window=spec.sliding_windows[layer],
+        )
+        return self._output(attended.flatten(1))

@@ -1,0 +1,22 @@
+"""What a decoder needs to know of a batch. Structural: engine's ForwardBatch fits it without models knowing engine."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Batch(Protocol):
+    """A ragged batch: the tokens of sequence i are rows [cu_seqlens_q[i], cu_seqlens_q[i + 1])."""
+
+    @property
+    def token_ids(self) -> Tensor: ...  # int64 [num_tokens]
+    @property
+    def positions(self) -> Tensor: ...  # int64 [num_tokens]
+    @property
+    def slot_mapping(self) -> Tensor: ...  # int64 [num_tokens], block * block_size + offset
+    @property
+    def block_table(self) -> Tensor: ...  # int32 [num_seqs, max_blocks]
+    @property
+    def cu_seqlens_q(self) -> Tensor: ...  # int32 [num_seqs + 1]
+    @property
+    def seq_lens(self) -> Tensor: ...  # int32 [num_seqs], context with the current chunk

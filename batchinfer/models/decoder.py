@@ -1,0 +1,123 @@
+"""The one decoder that runs all families, driven by a DecoderSpec. Built by loader, called by the engine's model
+runner."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from batchinfer.cache.paged_kv import TORCH_DTYPES, PagedKVCache
+from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
+from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
+from batchinfer.models.attention import Attention, StepRotation
+from batchinfer.models.batch import Batch
+from batchinfer.models.linear import Linear
+from batchinfer.models.mlp import GatedMLP
+from batchinfer.models.rope import RotaryEmbedding
+from batchinfer.models.spec import DecoderSpec
+
+LOGITS_CHUNK_BYTES = 32 << 20  # logits in the model's precision that exist beside the float32 ones
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Norms and the two blocks between them. The norms' weights: [hidden_size]."""
+
+    input_norm: Tensor
+    attention: Attention
+    post_attention_norm: Tensor
+    mlp: GatedMLP
+
+
+class Decoder:
+    """Weights and forward pass. It holds no state of any sequence: the batch and the cache are arguments.
+
+    embedding: [vocab_size, hidden_size]; lm_head shares its storage where the spec ties them.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        lm_head: Linear,
+        num_parameters: int,
+    ) -> None:
+        self.spec = spec
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        self.num_parameters = num_parameters  # tied ones counted once
+        self.weight_bytes = num_parameters * embedding.element_size()
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._lm_head = lm_head
+        self._rope = RotaryEmbedding(spec.rope, embedding.device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    def kv_cache_spec(self, block_size: int, kv_dtype: str = "auto") -> KVCacheSpec:
+        """The cache that this model needs. kv_dtype: one of config.KV_CACHE_DTYPES; auto is the model's dtype, and the
+        8-bit ones carry a scale a token and head."""
+        if kv_dtype == "auto":
+            kv_dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
+        return KVCacheSpec(
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            block_size=block_size,
+            dtype=kv_dtype,
+            per_token_scales=ELEMENT_BYTES[kv_dtype] == 1,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: PagedKVCache, prompt_lens: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm, [num_tokens, hidden_size], and the batch's keys and values in the cache.
+
+        prompt_lens: int32 [num_seqs]; matters only to rotary embeddings with a `length_threshold` and to sequences
+        above it. As in transformers' generate, a prompt's tokens then take the frequencies of the whole prompt's length
+        and a later token those of the length it makes, whatever the chunks. None: seq_lens stands for the prompts'
+        lengths, which is the same unless such a prompt is computed in several chunks.
+        """
+        rotation = self._rotation(batch, prompt_lens)
+        residual = F.embedding(batch.token_ids, self._embedding)
+        eps = self.spec.rms_norm_eps
+        update: Tensor | None = None
+        for layer in self._layers:
+            if update is None:
+                hidden = rms_norm(residual, layer.input_norm, eps)
+            else:
+                hidden, residual = add_rms_norm(update, residual, layer.input_norm, eps)
+            attended = layer.attention(hidden, batch, rotation, cache)
+            hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)
+            update = layer.mlp(hidden)
+        assert update is not None  # a spec has at least one layer
+        return add_rms_norm(update, residual, self._final_norm, eps)[0]
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden_size], rows of forward's result. Returns float32 [n, vocab_size]."""
+        logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
+        for rows in _row_chunks(len(hidden), LOGITS_CHUNK_BYTES // (self.vocab_size * hidden.element_size())):
+            logits[rows] = self._lm_head(hidden[rows])
+        return logits
+
+    def _rotation(self, batch: Batch, prompt_lens: Tensor | None) -> StepRotation:
+        lengths = None
+        if self.spec.rope.length_threshold is not None:
+            of_sequence = batch.seq_lens if prompt_lens is None else prompt_lens
+            q_lens = batch.cu_seqlens_q.diff().to(torch.int64)
+            lengths = torch.maximum(of_sequence.to(torch.int64).repeat_interleave(q_lens), batch.positions + 1)
+        rows = torch.arange(len(batch.positions), device=self.device)
+        return StepRotation(self._rope.cos_sin(batch.positions, lengths), rows)
+
+
+def _row_chunks(num_rows: int, chunk: int) -> Iterator[slice]:
+    chunk = max(1, chunk)
+    for first in range(0, num_rows, chunk):
+        yield slice(first, first + chunk)
