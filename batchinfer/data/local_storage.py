@@ -12,6 +12,8 @@ from typing import IO, Any, BinaryIO
 from batchinfer.data.storage import Lock, Storage, device_errors
 from batchinfer.errors import BatchInferError, UsageError
 
+_BUFFER_BYTES = 1 << 20
+
 
 class _LocalFile(io.RawIOBase):
     """A file being written, whose faults name the place it is meant for."""
@@ -20,20 +22,28 @@ class _LocalFile(io.RawIOBase):
         self._storage = storage
         self._descriptor = descriptor
         self._target = target
-        self._written = 0
+        self._size = 0
+        self._waiting = bytearray()  # Parquet and Arrow write in many small pieces
 
     def writable(self) -> bool:
         return True
 
     def tell(self) -> int:
-        return self._written
+        return self._size
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        with device_errors("write", self._target):
-            self._storage._write(self._descriptor, view)
-        self._written += len(view)
+        self._waiting += view
+        self._size += len(view)
+        if len(self._waiting) >= _BUFFER_BYTES:
+            self.write_out()
         return len(view)
+
+    def write_out(self) -> None:
+        """Hand what waits to the operating system."""
+        with device_errors("write", self._target):
+            self._storage._write(self._descriptor, memoryview(bytes(self._waiting)))
+        self._waiting.clear()
 
 
 class LocalStorage(Storage):
@@ -56,7 +66,9 @@ class LocalStorage(Storage):
             self._make_folder(temporary.parent)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            yield _LocalFile(self, descriptor, str(target))  # type: ignore[misc]
+            file = _LocalFile(self, descriptor, str(target))
+            yield file  # type: ignore[misc]
+            file.write_out()
             with device_errors("write", str(target)):
                 self._sync(descriptor)
                 self._rename(temporary, target)
@@ -72,8 +84,8 @@ class LocalStorage(Storage):
         path = self._root / name
         try:
             return open(path, "rb")
-        except FileNotFoundError:
-            raise
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise FileNotFoundError(str(path)) from e
         except OSError as e:
             raise BatchInferError(f"cannot read {path}: {e.strerror}; make it readable for this user") from e
 
@@ -104,8 +116,8 @@ class LocalStorage(Storage):
                 for file in sorted(files):
                     self._unlink(Path(parent, file))
                 for child in folders:
-                    os.rmdir(Path(parent, child))
-            os.rmdir(path)
+                    self._rmdir(Path(parent, child))
+            self._rmdir(path)
             self._sync_folder(path.parent)
 
     def lock(self, name: str) -> Lock:
@@ -135,6 +147,9 @@ class LocalStorage(Storage):
 
     def _unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def _rmdir(self, path: Path) -> None:
+        path.rmdir()
 
     def _make_folder(self, folder: Path) -> None:
         if not folder.is_dir():
