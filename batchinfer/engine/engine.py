@@ -89,6 +89,13 @@ class Engine:
             raise ValueError(f"request {request.id} is running already")
         self._scheduler.add(sequence)
 
+    def drop_unstarted(self) -> None:
+        """Forgets the requests of which no token has been computed; they get no Result."""
+        for request_id, completion in list(self._completions.items()):
+            if completion.sequence.first_scheduled_time is None:
+                self._scheduler.abort(completion.sequence)
+                del self._completions[request_id]
+
     def step(self) -> list[Result]:
         """Runs one step and returns the requests that it finished, in no particular order.
 
@@ -141,6 +148,7 @@ class Engine:
         stop: Stop | None = _SCORED
         if token_id >= 0:
             sequence.token_times.append(now)
+            self.stats.sampled_tokens += 1
             stop = self._completions[request_id].add_token(step.logprobs.get(request_id))
         if stop is not None:
             self._finish(self._completions.pop(request_id), stop, now)

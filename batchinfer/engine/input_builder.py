@@ -23,9 +23,10 @@ class ForwardBatch:
     block_table: Tensor  # int32 [num_seqs, max_blocks]
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs], context with the current chunk
+    prompt_lens: Tensor  # int32 [num_seqs], tokens of the whole prompt
 
 
-def build_forward_batch(inputs: StepInputs, device: torch.device) -> ForwardBatch:
+def build_forward_batch(inputs: StepInputs, prompt_lens: npt.NDArray[np.int32], device: torch.device) -> ForwardBatch:
     """On a GPU the copies go through pinned memory and do not wait."""
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -39,4 +40,5 @@ def build_forward_batch(inputs: StepInputs, device: torch.device) -> ForwardBatc
         block_table=tensor(inputs.block_table),
         cu_seqlens_q=tensor(inputs.cu_seqlens_q),
         seq_lens=tensor(inputs.seq_lens),
+        prompt_lens=tensor(prompt_lens),
     )

@@ -36,8 +36,9 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def forward(self, batch: ForwardBatch, cache: Any) -> Tensor:
-        """Hidden states after the last norm [num_tokens, hidden_size]; the batch's keys and values go to the cache."""
+    def forward(self, batch: ForwardBatch, cache: Any, prompt_lens: Tensor) -> Tensor:
+        """Hidden states after the last norm [num_tokens, hidden_size]; the batch's keys and values go to the cache.
+        prompt_lens: the batch's, for rotary embeddings whose frequencies depend on the prompt's length."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -92,6 +93,7 @@ class ModelRunner:
         self._sampler = Sampler(max_num_seqs, eos_token_ids, model.device)
         self._requests: list[Request | None] = [None] * max_num_seqs  # by slot, of the latest sequence there
         self._scores_prompt = np.zeros(max_num_seqs, np.bool_)  # by slot
+        self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # by slot
 
     def submit(self, output: SchedulerOutput) -> StepHandle:
         """Raises BatchInferError where the device fails or has no memory left."""
@@ -107,11 +109,13 @@ class ModelRunner:
             self._sampler.start(started)
             self._requests[started.slot] = started.request
             self._scores_prompt[started.slot] = started.request.params.prompt_logprobs
+            self._prompt_lens[started.slot] = started.request.num_prompt_tokens
 
     def _run(self, output: SchedulerOutput) -> StepOutput:
         watch = _Stopwatch()
         inputs = self._batch.build(output)
-        hidden = self._model.forward(build_forward_batch(inputs, self._model.device), self._cache)
+        batch = build_forward_batch(inputs, self._prompt_lens[output.slots], self._model.device)
+        hidden = self._model.forward(batch, self._cache, batch.prompt_lens)
         is_finite = _finite_sequences(hidden, inputs.cu_seqlens_q)
         token_ids = np.full(len(output.slots), -1, np.int32)
         logprobs: dict[RequestId, TokenLogprob] = {}

@@ -25,6 +25,7 @@ class EngineStats:
     sum_batch_size: int = 0  # sequences, over steps
     peak_batch_size: int = 0
     scheduled_tokens: int = 0
+    sampled_tokens: int = 0  # confirmed
     sum_kv_blocks: int = 0  # in use, over steps
     kv_blocks_peak: int = 0
     schedule_s: float = 0.0

@@ -39,7 +39,7 @@ class StandInModel:
         self.block_size = block_size
         self.poisoned_token = poisoned_token  # a context that holds it gives NaN from there on
 
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, prompt_lens: torch.Tensor) -> torch.Tensor:
         cache[batch.slot_mapping] = batch.token_ids
         offsets = batch.cu_seqlens_q.tolist()
         rows = []

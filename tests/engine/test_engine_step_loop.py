@@ -318,7 +318,7 @@ def test_a_cache_smaller_than_one_sequence_is_refused():
 )
 def test_device_faults_end_the_job_in_one_line(fault, message):
     class Failing(StandInModel):
-        def forward(self, batch, cache):
+        def forward(self, batch, cache, prompt_lens):
             raise fault
 
     engine, _ = make_engine(model=Failing(4))
@@ -330,7 +330,7 @@ def test_device_faults_end_the_job_in_one_line(fault, message):
 
 def test_a_fault_of_the_program_stays_itself():
     class Failing(StandInModel):
-        def forward(self, batch, cache):
+        def forward(self, batch, cache, prompt_lens):
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     engine, _ = make_engine(model=Failing(4))

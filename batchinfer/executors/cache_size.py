@@ -1,0 +1,93 @@
+"""How large the KV cache becomes and how long sequences may be: pure arithmetic over sizes, and the lines that tell the
+user. Called by local.py."""
+
+from dataclasses import dataclass, replace
+
+from batchinfer.cache.spec import KVCacheSpec
+from batchinfer.config import JobConfig
+from batchinfer.errors import UsageError
+from batchinfer.models.spec import DecoderSpec
+from batchinfer.units import format_bytes
+
+DEFAULT_SHARE = {"cpu": 0.5, "cuda": 0.9}
+_LOGITS_BYTES = 192 << 20  # what model runner, sampler and the decoder's head bound their logits to, together
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What was decided. model_len_reason: why max_model_len is what it is, in words."""
+
+    num_blocks: int
+    max_model_len: int
+    model_len_reason: str
+
+
+def size_cache(
+    config: JobConfig, model: DecoderSpec, cache: KVCacheSpec, weight_bytes: int, free_bytes: int, device: str
+) -> CacheSize:
+    """As many blocks as --kv-cache-memory or the share of `free_bytes` (before the weights were loaded) allows, but no
+    more than max_num_seqs sequences of max_model_len fill. device: "cpu" or "cuda".
+
+    Raises UsageError, with the numbers, where an explicit max_model_len fits neither model nor cache, and where the
+    memory holds no cache at all.
+    """
+    wanted_len = config.model.max_model_len
+    if wanted_len is not None and wanted_len > model.max_position_embeddings:
+        raise UsageError(
+            f"--max-model-len {wanted_len}: the model has positions for {model.max_position_embeddings} tokens"
+        )
+    longest = wanted_len or model.max_position_embeddings
+    most_blocks = config.scheduler.max_num_seqs * -(-longest // cache.block_size)
+    memory = _cache_bytes(config, model, weight_bytes, free_bytes, device)
+    num_blocks = min(cache.num_blocks(memory), most_blocks)
+    capacity = num_blocks * cache.block_size
+    if capacity < 2:
+        raise UsageError(
+            f"the KV cache may take {format_bytes(max(memory, 0))}, but a block of {cache.block_size} tokens takes "
+            f"{format_bytes(cache.bytes_per_block())}: give more with --kv-cache-memory"
+        )
+    if wanted_len is not None and wanted_len > capacity:
+        needed = -(-wanted_len // cache.block_size) * cache.bytes_per_block()
+        raise UsageError(
+            f"--max-model-len {wanted_len} does not fit the KV cache: {format_bytes(memory)} hold {capacity} tokens; "
+            f"lower it, or give --kv-cache-memory {-(-needed // 2**20)}MiB or more"
+        )
+    return CacheSize(num_blocks, min(longest, capacity), _reason(wanted_len, longest, capacity))
+
+
+def _reason(wanted_len: int | None, longest: int, capacity: int) -> str:
+    if wanted_len is not None:
+        return "as asked for"
+    return "the model's" if longest <= capacity else f"what the KV cache holds; the model's is {longest:,}"
+
+
+def _cache_bytes(config: JobConfig, model: DecoderSpec, weight_bytes: int, free_bytes: int, device: str) -> int:
+    if config.cache.kv_cache_memory is not None:
+        return config.cache.kv_cache_memory
+    share = config.cache.gpu_memory_utilization or DEFAULT_SHARE[device]
+    return int(share * free_bytes) - weight_bytes - activation_bytes(model, config.scheduler.max_num_batched_tokens)
+
+
+def activation_bytes(model: DecoderSpec, num_tokens: int) -> int:
+    """An allowance for what a step of that many tokens holds beside weights and cache: float32 copies of a layer's
+    widest tensors and the logits."""
+    heads = (model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
+    widths = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * heads
+    return 4 * widths * num_tokens + _LOGITS_BYTES
+
+
+def describe(size: CacheSize, cache: KVCacheSpec, max_num_seqs: int) -> list[str]:
+    """Lines for the log."""
+    tokens = size.num_blocks * cache.block_size
+    if cache.element_bytes == 1:
+        gain = f"{cache.dtype} holds {cache.gain_over_16_bits():.2f} times as many tokens as 16 bits"
+    else:
+        fp8 = replace(cache, dtype="fp8", per_token_scales=True)
+        gain = f"--kv-cache-dtype fp8 would hold {fp8.gain_over_16_bits():.2f} times as many tokens as 16 bits"
+    return [
+        f"max_model_len: {size.max_model_len:,} ({size.model_len_reason})",
+        f"KV cache: {format_bytes(size.num_blocks * cache.bytes_per_block())} of {cache.dtype} holds {tokens:,} tokens "
+        f"in {size.num_blocks:,} blocks of {cache.block_size}; {gain}",
+        f"sequences at once: {min(max_num_seqs, tokens // size.max_model_len):,} of max_model_len, "
+        f"{max_num_seqs:,} of up to {tokens // max_num_seqs:,} tokens",
+    ]

@@ -1,0 +1,80 @@
+"""One engine in this process: device, threads, weights, and a cache that fits the memory. Called by the pipeline and
+the LLM class."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchinfer.config import JobConfig
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.engine.engine import Engine
+from batchinfer.errors import UsageError
+from batchinfer.models.resolve import ModelFiles
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """A loaded engine and what its caller needs beside it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    device: str  # "cpu" or "cuda"
+    kv_cache_bytes: int
+
+
+def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LocalEngine:
+    """Loads weights and tokenizer and allocates the cache. `report` gets the lines that say what was decided.
+
+    Raises UsageError for a device that is not there or sizes that do not fit, BatchInferError for a faulty model.
+    """
+    import torch
+
+    from batchinfer.cache.block_pool import BlockPool
+    from batchinfer.cache.paged_kv import PagedKVCache
+    from batchinfer.executors.cache_size import describe, size_cache
+    from batchinfer.models.loader import eos_token_ids, load_decoder
+
+    device = choose_device(config.model.device, torch.cuda.is_available())
+    torch.set_num_threads(config.model.threads or usable_processors())
+    free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
+    tokenizer = Tokenizer.load(files.path, config.input.chat_template)
+    allowed = [name for name in config.model.allow_config_fields.split(",") if name]
+    decoder = load_decoder(files.path, config.model.dtype, device, allowed)
+    cache_spec = decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)
+    size = size_cache(config, decoder.spec, cache_spec, decoder.weight_bytes, free_bytes, device)
+    for line in describe(size, cache_spec, config.scheduler.max_num_seqs):
+        report(line)
+    cache = PagedKVCache(cache_spec, size.num_blocks, device)
+    pool = BlockPool(size.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+    ends = eos_token_ids(files.path)
+    if tokenizer.eos_token_id is not None:
+        ends |= {tokenizer.eos_token_id}
+    engine = Engine(decoder, cache, pool, tokenizer, config.scheduler, ends, size.max_model_len)
+    return LocalEngine(engine, tokenizer, device, cache.nbytes)
+
+
+def choose_device(wanted: str, has_cuda: bool) -> str:
+    """wanted: one of config.DEVICES. Raises UsageError where it asks for a GPU that torch does not see."""
+    if wanted == "cuda" and not has_cuda:
+        raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu, or check the driver")
+    return ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted
+
+
+def usable_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes that this process can still take: of the machine, and under its container's limit where it has one."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
