@@ -174,3 +174,35 @@ class Result:
     @property
     def completion_tokens(self) -> int | None:
         return None if self.token_ids is None else len(self.token_ids)
+
+    @property
+    def queue_ms(self) -> float | None:
+        return None if self.times is None else self.times.queue_ms
+
+    @property
+    def prefill_ms(self) -> float | None:
+        return None if self.times is None else self.times.prefill_ms
+
+    @property
+    def ttft_ms(self) -> float | None:
+        return None if self.times is None else self.times.ttft_ms
+
+    @property
+    def tbt_mean_ms(self) -> float | None:
+        return None if self.times is None else self.times.tbt_mean_ms
+
+    @property
+    def tbt_p50_ms(self) -> float | None:
+        return None if self.times is None else self.times.tbt_p50_ms
+
+    @property
+    def tbt_p99_ms(self) -> float | None:
+        return None if self.times is None else self.times.tbt_p99_ms
+
+    @property
+    def tbt_max_ms(self) -> float | None:
+        return None if self.times is None else self.times.tbt_max_ms
+
+    @property
+    def latency_ms(self) -> float | None:
+        return None if self.times is None else self.times.latency_ms

@@ -1,0 +1,106 @@
+"""The background thread that reads shards and builds requests ahead of the engine. Started and drained by the
+pipeline."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.data.prompts import PromptBuilder
+from batchinfer.data.readers import iter_selected
+from batchinfer.data.row_map import Selection
+from batchinfer.data.shards import Shard
+from batchinfer.request import Request, Result
+
+Mask = npt.NDArray[np.bool_]
+_READ_ROWS = 512
+_QUEUED_BATCHES = 8
+
+
+class Feeder:
+    """Requests, and the results of rows that cannot become requests, in input order.
+
+    selection: per shard the rows to answer, None for all. wanted(shard, start, stop): bool [stop - start], which rows
+    are still to be answered; others are read past and never tokenised.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        selection: Selection,
+        builder: PromptBuilder,
+        wanted: Callable[[int, int, int], Mask],
+    ) -> None:
+        self._shards = shards
+        self._selection = selection
+        self._builder = builder
+        self._wanted = wanted
+        self._queue: queue.Queue[list[Request | Result] | BaseException | None] = queue.Queue(_QUEUED_BATCHES)
+        self._stop = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="batchinfer-feeder", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_exhausted(self) -> bool:
+        """All rows have been taken."""
+        return self._ended
+
+    def take(self, wait: bool) -> list[Request | Result]:
+        """The next batch; empty where none is ready (with `wait`: where the input has ended). Raises what the reading
+        thread raised."""
+        if self._ended:
+            return []
+        try:
+            item = self._queue.get(block=wait)
+        except queue.Empty:
+            return []
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            self._ended = True
+            return []
+        return item
+
+    def close(self) -> None:
+        """Stops reading and waits for the thread."""
+        self._stop.set()
+        while self._thread.is_alive():
+            self._drain()
+            self._thread.join(timeout=0.05)
+        self._ended = True
+
+    def __enter__(self) -> "Feeder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drain(self) -> None:
+        """Makes room, so that the thread sees that it is to stop."""
+        try:
+            while True:
+                self._queue.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _run(self) -> None:
+        try:
+            for batch in self._build():
+                self._queue.put(batch)
+                if self._stop.is_set():
+                    return
+            self._queue.put(None)
+        except BaseException as error:  # handed to the thread that takes
+            self._queue.put(error)
+
+    def _build(self) -> Iterator[list[Request | Result]]:
+        for shard, selected in zip(self._shards, self._selection, strict=True):
+            columns = [name for name in self._builder.columns if name in shard.schema.names]
+            for rows in iter_selected(shard, selected, columns=columns, batch_rows=_READ_ROWS):
+                wanted = self._wanted(shard.index, rows.start, rows.start + rows.num_rows)
+                entries = [e for run in rows.runs(wanted) for e in self._builder.build(shard.index, run)]
+                if entries:
+                    yield entries

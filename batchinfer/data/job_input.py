@@ -1,0 +1,92 @@
+"""What a job reads: its shards, which of their rows, and where in a row the prompt and the parameters are. Read by the
+pipeline before any model is loaded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.config import InputConfig
+from batchinfer.data.prompts import ParamColumns, PromptSource, choose_param_columns, choose_source
+from batchinfer.data.row_map import RowMap, Selection
+from batchinfer.data.selection import select_rows
+from batchinfer.data.shards import ShardSet, discover
+from batchinfer.data.unique_ids import find_duplicate_ids
+from batchinfer.errors import UsageError
+
+_ID_COLUMN = "custom_id"  # of the batch files of hosted services, where it must be unique
+_SUFFIXES = (".gz", ".zst", ".parquet", ".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class JobInput:
+    """The input of a job. selection: per shard the rows to answer, None for all."""
+
+    shard_set: ShardSet
+    selection: Selection
+    rows: RowMap
+    source: PromptSource
+    param_columns: ParamColumns
+
+    @classmethod
+    def read(cls, config: InputConfig, seed: int, report: Callable[[str], None]) -> "JobInput":
+        """Finds the shards and reports what is read and how. Raises UsageError where they cannot make a job."""
+        shard_set = discover(config)
+        for uri, reason in shard_set.skipped:
+            report(f"skipped {uri}: {reason}")
+        schemas = [shard.schema for shard in shard_set.shards]
+        source = choose_source(config, *schemas)
+        param_columns = choose_param_columns(config.param_columns, source, *schemas)
+        selection = select_rows(shard_set, config.limit, config.sample, seed)
+        rows = RowMap([shard.num_rows for shard in shard_set.shards], selection)
+        report(f"input: {_counted(rows.num_rows, shard_set)}; {source.describe()}; {param_columns.describe()}")
+        _check_ids(shard_set, config.unique_id, report)
+        return cls(shard_set, selection, rows, source, param_columns)
+
+    def selected(self, shard: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """bool [stop - start]: which of the shard's rows the job answers."""
+        mask = np.zeros(stop - start, np.bool_)
+        mask[self.rows.within(shard, start, stop)[0] - start] = True
+        return mask
+
+
+def _counted(num_rows: int, shard_set: ShardSet) -> str:
+    shards = len(shard_set.shards)
+    of = f" of {shard_set.num_rows:,}" if num_rows != shard_set.num_rows else ""
+    return f"{num_rows:,}{of} rows in {shards:,} shard{'s' if shards > 1 else ''}"
+
+
+def default_output(first_input: str) -> str:
+    """INPUT-STEM.completions beside the input. Raises UsageError where that place cannot be written."""
+    if first_input.startswith("hf://"):
+        raise UsageError(f"--output is missing: there is no place beside {first_input}")
+    stem = first_input.rstrip("/")
+    for suffix in _SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    if any(character in stem for character in "*?["):
+        folder = str(Path(stem.split("*")[0].split("?")[0].split("[")[0] + "x").parent)
+        raise UsageError(f"--output is missing: a glob has no name of its own; as in --output {folder}/completions")
+    return f"{stem}.completions"
+
+
+def _check_ids(shard_set: ShardSet, unique_id: str | None, report: Callable[[str], None]) -> None:
+    """A repeated id ends the job where --unique-id names the column, and is only reported for `custom_id`."""
+    has_id_column = any(_ID_COLUMN in shard.schema.names for shard in shard_set.shards)
+    column = unique_id or (_ID_COLUMN if has_id_column else None)
+    if column is None:
+        return
+    repeated = find_duplicate_ids(shard_set, column, limit=1)
+    if not repeated:
+        return
+    value, first, second = repeated[0]
+    where = f"{_place(shard_set, first)} and {_place(shard_set, second)}"
+    if unique_id is not None:
+        raise UsageError(f"column `{column}` repeats {value!r} in {where}; make it unique or leave out --unique-id")
+    report(f"column `{column}` repeats {value!r} in {where}; each row is answered by its place, not by its id")
+
+
+def _place(shard_set: ShardSet, place: tuple[int, int]) -> str:
+    shard, row = place
+    return f"{shard_set.shards[shard].uri} row {row}"

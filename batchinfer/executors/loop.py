@@ -1,0 +1,67 @@
+"""The main loop of one replica: rows from a feeder into an engine, results into a sink. Driven by the pipeline."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from batchinfer.data.feeder import Feeder
+from batchinfer.engine.engine import Engine
+from batchinfer.request import Request, Result
+
+
+class Ending(Enum):
+    """Why a loop ended."""
+
+    COMPLETE = "every row is answered"
+    INTERRUPTED = "a signal came"
+    DEADLINE = "the deadline passed"
+    TOO_MANY_ERRORS = "more rows failed than allowed"
+
+
+class Sink(Protocol):
+    """Where results go."""
+
+    def expect(self, shard: int, row: int, num_samples: int) -> None:
+        """Said of each row before its results come."""
+
+    def add(self, results: Sequence[Result]) -> None:
+        """Called after each step, with what it finished, if anything."""
+
+
+def run_loop(
+    engine: Engine, feeder: Feeder, sink: Sink, max_waiting: int, should_end: Callable[[], Ending | None]
+) -> Ending:
+    """Runs until every row is answered or `should_end`, asked before each step, names another ending.
+
+    max_waiting: requests that wait in the engine at most. After a deadline the rows that have started are finished
+    and no other starts; after any other ending they are left.
+    """
+    while not feeder.is_exhausted or engine.has_unfinished:
+        ending = should_end()
+        if ending is Ending.DEADLINE:
+            _finish_running(engine, sink)
+        if ending is not None:
+            return ending
+        _feed(engine, feeder, sink, max_waiting)
+        sink.add(engine.step())
+    return Ending.COMPLETE
+
+
+def _feed(engine: Engine, feeder: Feeder, sink: Sink, max_waiting: int) -> None:
+    """Tops up the waiting queue; waits for the reader only where the engine has nothing to do."""
+    while engine.num_waiting < max_waiting and not feeder.is_exhausted:
+        entries = feeder.take(wait=not engine.has_unfinished)
+        if not entries:
+            return
+        for entry in entries:
+            if isinstance(entry, Request) and entry.id.sample == 0:
+                sink.expect(entry.id.shard, entry.id.row, entry.params.n)
+            if isinstance(entry, Request):
+                engine.add(entry)
+        sink.add([entry for entry in entries if isinstance(entry, Result)])
+
+
+def _finish_running(engine: Engine, sink: Sink) -> None:
+    engine.drop_unstarted()
+    while engine.has_unfinished:
+        sink.add(engine.step())

@@ -1,0 +1,255 @@
+"""A job: reader → engine → writer. Called by the command line for `run` and `bench throughput`; owns progress, exit
+codes and the rules that end a job early."""
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.config import JobConfig, LimitsConfig
+from batchinfer.data.feeder import Feeder
+from batchinfer.data.job_input import JobInput, default_output
+from batchinfer.data.prompts import PromptBuilder
+from batchinfer.data.result_schema import Tally
+from batchinfer.data.sampling_defaults import resolve_sampling
+from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
+from batchinfer.errors import ExitCode
+from batchinfer.executors.local import load_engine
+from batchinfer.executors.loop import Ending, Sink, run_loop
+from batchinfer.models.loader import generation_config
+from batchinfer.models.resolve import resolve_model
+from batchinfer.options import EffectiveOptions
+from batchinfer.process import StopSignals, peak_memory_bytes, versions
+from batchinfer.progress import Progress, ProgressFigures
+from batchinfer.request import Result
+from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table
+from batchinfer.timing import Phases
+
+Wanted = Callable[[int, int, int], npt.NDArray[np.bool_]]
+_ENDINGS = {
+    Ending.INTERRUPTED: (ExitCode.INTERRUPTED, "interrupted; the same command carries on"),
+    Ending.DEADLINE: (ExitCode.INTERRUPTED, "the deadline passed; the same command carries on"),
+    Ending.TOO_MANY_ERRORS: (ExitCode.TOO_MANY_ERRORS, "more rows failed than --max-errors allows"),
+}
+
+
+def run_job(options: EffectiveOptions) -> ExitCode:
+    """Answers every row of the input into the output files. Raises BatchInferError for faults that end a job."""
+    target = options.config.output.output or default_output(options.config.input.input[0])
+    run = _Run(options)
+    opened = open_output(target, run.output_job(), options.config.output.overwrite)
+    if isinstance(opened, FinishedOutput):
+        _say(f"{opened.target} is finished already; --overwrite answers the rows again")
+        return ExitCode.DONE
+    with opened as writer:
+        return _answer_to_files(run, writer, target)
+
+
+def bench_throughput(options: EffectiveOptions) -> dict[str, Any]:
+    """Runs the whole job in memory, its answers not written, and returns its figures: summarise()'s and startup_s, the
+    seconds from the start to the first tokenisation."""
+    run = _Run(options)
+    run.answer(_Discard(), run.input.selected, Tally())
+    return {"startup_s": run.startup_s, **run.figures(Tally())}
+
+
+def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode:
+    before = replace(writer.tally)
+    if writer.is_resumed:
+        _say(f"carrying on: {writer.num_resumed:,} of {writer.num_rows:,} rows are answered already")
+    ending = run.answer(writer, writer.wanted, before, writer.poll)
+    if writer.num_done < writer.num_rows:
+        writer.flush()
+        code, message = _ENDINGS[ending]
+        _say(f"{message} ({writer.num_done:,} of {writer.num_rows:,} rows are answered in {target})")
+        return code
+    with run.phases.timed("output"):
+        writer.drain()
+    stats = run.figures(before)
+    writer.finish(stats)
+    print(summary_table(stats, target), file=sys.stderr)
+    return _ENDINGS[ending][0] if ending is Ending.TOO_MANY_ERRORS else ExitCode.DONE
+
+
+class _Run:
+    """One run of a job in this process: its input, its model, its figures."""
+
+    def __init__(self, options: EffectiveOptions) -> None:
+        self.phases = Phases()
+        self._start = time.monotonic()
+        self._config: JobConfig = options.config
+        for line in options.describe():
+            _say(f"option {line}")
+        with self.phases.timed("input"):
+            self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say)
+        with self.phases.timed("model"):
+            self._files = resolve_model(self._config.model.model, _say)
+        _say(self._files.description)
+        self._sampling, sources = resolve_sampling(self._config.sampling, generation_config(self._files.path))
+        taken = {name: getattr(self._sampling, name) for name, source in sources.items() if source != "flag"}
+        from_model = {name: value for name, value in taken.items() if sources[name] == "generation_config"}
+        self._options = options.refined(from_model, "generation_config")
+        for name, value in from_model.items():
+            _say(f"option {name} = {value!r} (generation_config)")
+        self._statistics = RequestStatistics()
+
+    def output_job(self) -> OutputJob:
+        """What binds the output files to this job, and what they contain."""
+        sampling, output = self._config.sampling, self._config.output
+        return OutputJob(
+            shards=self.input.shard_set.shards,
+            selection=self.input.selection,
+            rows_per_part=output.rows_per_part,
+            model_fingerprint=self._files.fingerprint,
+            options=_with_file_contents(self._config.fingerprint_options()),
+            prefix=output.output_prefix,
+            token_ids=output.output_token_ids,
+            logprobs=sampling.logprobs is not None,
+            prompt_logprobs=bool(sampling.prompt_logprobs),
+            metadata={"batchinfer.options": json.dumps(self._options.to_json())},
+        )
+
+    def answer(self, sink: Sink, wanted: Wanted, before: Tally, poll: Callable[[], None] = lambda: None) -> Ending:
+        """Loads the model and runs the wanted rows through it, the results into the sink.
+
+        before: what earlier runs answered. poll: called each step.
+        """
+        with StopSignals() as signals:
+            with self.phases.timed("model"):
+                self._local = load_engine(self._config, self._files, _say)
+            self.startup_s = time.monotonic() - self._start
+            with self.phases.timed("inference"):
+                return self._drive(_Observed(sink, self._statistics), wanted, before, signals, poll)
+
+    def _drive(
+        self, sink: Sink, wanted: Wanted, before: Tally, signals: StopSignals, poll: Callable[[], None]
+    ) -> Ending:
+        shards, selection = self.input.shard_set.shards, self.input.selection
+        num_rows = self.input.rows.num_rows
+        rules = _EndingRules(self._config.limits, num_rows, self._start, signals)
+        progress = Progress(num_rows)
+
+        def should_end() -> Ending | None:
+            poll()
+            figures = self._progress(before)
+            progress.update(figures)
+            return rules.ending(figures.errors)
+
+        with Feeder(shards, selection, self._prompt_builder(), wanted) as feeder:
+            ending = run_loop(self._local.engine, feeder, sink, self._config.scheduler.max_num_seqs, should_end)
+        figures = self._progress(before)
+        progress.close(figures)
+        return Ending.TOO_MANY_ERRORS if rules.has_too_many(figures.errors) else ending
+
+    def figures(self, before: Tally) -> dict[str, Any]:
+        """The content of _stats.json. Counts are of the whole job, times and throughput of this run."""
+        run = RunFigures(
+            rows_resumed=before.rows,
+            phase_seconds=self.phases.seconds,
+            busy_seconds=self.phases.seconds["inference"],
+            peak_memory_bytes=peak_memory_bytes(),
+            kv_cache_bytes=self._local.kv_cache_bytes,
+            device=self._local.device,
+            versions=versions(),
+            options=self._options.to_json(),
+        )
+        return _with_earlier_runs(summarise(self._statistics, self._local.engine.stats.to_dict(), run), before)
+
+    def _prompt_builder(self) -> PromptBuilder:
+        engine, tokenizer = self._local.engine, self._local.tokenizer
+        return PromptBuilder(
+            source=self.input.source,
+            tokenizer=tokenizer,
+            defaults=self._sampling,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            param_columns=self.input.param_columns,
+            seed=self._config.sampling.seed,
+            on_too_long=self._config.input.on_too_long,
+        )
+
+    def _progress(self, before: Tally) -> ProgressFigures:
+        done, engine = self._statistics, self._local.engine.stats
+        tokens_done = done.prompt_tokens + done.completion_tokens
+        return ProgressFigures(
+            rows_done=before.rows + done.rows,
+            rows_done_here=done.rows,
+            errors=before.num_errors + done.errors,
+            tokens_of_rows_done=tokens_done,
+            tokens_computed=max(tokens_done, engine.scheduled_tokens),
+            output_tokens=engine.sampled_tokens,
+        )
+
+
+class _Observed:
+    """A sink that counts what it passes on."""
+
+    def __init__(self, sink: Sink, statistics: RequestStatistics) -> None:
+        self._statistics = statistics
+        self._sink = sink
+        self.expect = sink.expect
+
+    def add(self, results: Sequence[Result]) -> None:
+        for result in results:
+            self._statistics.add(result)
+        self._sink.add(results)
+
+
+class _Discard:
+    """The sink of a job whose answers nobody reads."""
+
+    def expect(self, shard: int, row: int, num_samples: int) -> None:
+        pass
+
+    def add(self, results: Sequence[Result]) -> None:
+        pass
+
+
+class _EndingRules:
+    """What ends a job early: a signal, the deadline, too many failed rows."""
+
+    def __init__(self, limits: LimitsConfig, num_rows: int, start: float, signals: StopSignals) -> None:
+        self._deadline = None if limits.deadline is None else start + limits.deadline
+        self._max_failed_rows = limits.max_failed_rows(num_rows)
+        self._signals = signals
+
+    def has_too_many(self, errors: int) -> bool:
+        return self._max_failed_rows is not None and errors > self._max_failed_rows
+
+    def ending(self, errors: int) -> Ending | None:
+        if self._signals.received:
+            return Ending.INTERRUPTED
+        if self.has_too_many(errors):
+            return Ending.TOO_MANY_ERRORS
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return Ending.DEADLINE
+        return None
+
+
+def _with_earlier_runs(stats: dict[str, Any], before: Tally) -> dict[str, Any]:
+    """The figures with the counts of what earlier runs answered added."""
+    counts = ("rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
+    errors = Counter(stats["errors_by_code"]) + before.errors
+    totals = {name: stats[name] + getattr(before, name) for name in counts}
+    return {**stats, **totals, "errors_by_code": dict(sorted(errors.items()))}
+
+
+def _with_file_contents(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the text of template files in place of their names."""
+    texts = dict(options)
+    if options["chat_template"] is not None:
+        texts["chat_template"] = Path(options["chat_template"]).read_text(encoding="utf-8")
+    if (options["template"] or "").startswith("@"):
+        texts["template"] = Path(options["template"][1:]).read_text(encoding="utf-8")
+    return texts
+
+
+def _say(line: str) -> None:
+    print(f"batchinfer: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,56 @@
+"""What a run must know of its own process: peak memory, versions, signals. Plain; used by the pipeline."""
+
+import importlib.metadata
+import platform
+import signal
+import sys
+import threading
+from types import FrameType
+
+_PACKAGES = ("batchinfer", "torch", "triton", "transformers", "tokenizers", "pyarrow", "datasets", "numpy")
+
+
+def peak_memory_bytes() -> int:
+    """Most resident memory that the process has had."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the system and the packages that answers may depend on; those not installed are left out."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class StopSignals:
+    """Within it, SIGINT and SIGTERM set `received`; a second one raises KeyboardInterrupt.
+
+    Does nothing outside the main thread, where Python delivers no signals.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> "StopSignals":
+        self._previous = {}
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = True
