@@ -62,7 +62,7 @@ class ConfigFields:
             return default
         if isinstance(value, bool) or not isinstance(value, kinds):
             raise self.error(name, f"must be {allowed}")
-        return value  # type: ignore[no-any-return]
+        return value
 
     def error(self, name: str, problem: str) -> BatchInferError:
         return BatchInferError(f"{self.where}: {name} = {self._config.get(name)!r} {problem}")

@@ -1,0 +1,102 @@
+"""kv_store: scales, saturation, NaN and slots against values worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from batchinfer.kernels.common.fp8 import decode_finite
+from batchinfer.kernels.kv_store import kv_store
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def make_cache(dtype, scaled, num_blocks=3, heads=2, block_size=4, head_dim=8):
+    cache = torch.zeros(num_blocks, heads, block_size, head_dim).to(dtype)
+    return cache, torch.full(cache.shape[:-1], -1.0) if scaled else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_copies_to_slots_and_skips_negative_ones(dtype):
+    k, v = torch.randn(3, 2, 8).to(dtype), torch.randn(3, 2, 8).to(dtype)
+    k_cache, v_cache = make_cache(dtype, False)[0], make_cache(dtype, False)[0]
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    expected_k[1, :, 3], expected_v[1, :, 3] = k[0], v[0]  # slot 7
+    expected_k[0, :, 2], expected_v[0, :, 2] = k[2], v[2]
+    kv_store(k, v, k_cache, v_cache, torch.tensor([7, -1, 2]))
+    assert torch.equal(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0), (torch.int8, 127.0)])
+def test_scale_a_token_and_head(dtype, largest):
+    k = torch.randn(2, 2, 8)
+    k[1, 0] = 0.0
+    cache, scale = make_cache(dtype, True)
+    other, other_scale = make_cache(dtype, True)
+    kv_store(k, -2 * k, cache, other, torch.tensor([5, 0]), scale, other_scale)
+    for token, (block, offset) in enumerate([(1, 1), (0, 0)]):
+        for head in range(2):
+            expected = k[token, head].abs().max().item() / largest
+            assert scale[block, head, offset].item() == pytest.approx(expected, rel=1e-6, abs=1e-37)
+            assert other_scale[block, head, offset].item() == pytest.approx(2 * expected, rel=1e-6, abs=1e-37)
+            stored = cache[block, head, offset].float() * scale[block, head, offset]
+            step = {E4M3: 1 / 16, E5M2: 1 / 8, torch.int8: 1.0}[dtype]
+            bound = expected * 0.51 if dtype == torch.int8 else k[token, head].abs() * step + expected * 2**-9
+            assert ((stored - k[token, head]).abs() <= bound).all()
+    assert (scale == -1).sum() == scale.numel() - 4
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_values_beyond_the_maximum_saturate_and_nan_stays(dtype, largest):
+    k = torch.tensor([1e6, -1e6, math.inf, -math.inf, math.nan, largest, 1.0, 0.0]).view(1, 1, 8)
+    cache, _ = make_cache(dtype, False, heads=1)
+    kv_store(k, k, cache, cache.clone(), torch.tensor([0]))
+    stored = cache[0, 0, 0].float().tolist()
+    assert stored[:4] == [largest, -largest, largest, -largest]
+    assert math.isnan(stored[4])
+    assert stored[5:] == [largest, 1.0, 0.0]
+
+
+def test_1000_in_e4m3_is_448_without_a_scale_and_1000_with_one():
+    k = torch.full((1, 1, 8), 1000.0)
+    cache, _ = make_cache(E4M3, False, heads=1)
+    kv_store(k, k, cache, cache.clone(), torch.tensor([0]))
+    assert cache[0, 0, 0].float().unique().tolist() == [448.0]
+    cache, scale = make_cache(E4M3, True, heads=1)
+    kv_store(k, k, cache, cache.clone(), torch.tensor([0]), scale, scale.clone())
+    assert (cache[0, 0, 0].float() * scale[0, 0, 0]).tolist() == pytest.approx([1000.0] * 8)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+def test_nan_in_one_head_marks_its_scale_only(dtype):
+    k = torch.ones(2, 2, 8)
+    k[0, 1, 3] = math.nan
+    cache, scale = make_cache(dtype, True)
+    kv_store(k, k, cache, cache.clone(), torch.tensor([0, 1]), scale, scale.clone())
+    assert scale[0, :, :2].isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_slots_beyond_two_to_the_31_elements():
+    cache = torch.empty(1026, 1, 1 << 20, 2, dtype=E5M2)
+    kv_store(torch.ones(1, 1, 2), torch.ones(1, 1, 2), cache, cache, torch.tensor([(1024 << 20) + 5]))
+    assert cache[1024, 0, 5].float().tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+def test_fast_decoding_equals_torch_for_each_code(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    expected = codes.float()
+    finite = ~expected.isnan()
+    assert torch.equal(decode_finite(codes)[finite], expected[finite])
+
+
+def test_refuses_what_does_not_fit():
+    cache, scale = make_cache(torch.int8, True)
+    k = torch.zeros(1, 2, 8)
+    with pytest.raises(ValueError, match="needs scales"):
+        kv_store(k, k, cache, cache, torch.tensor([0]))
+    with pytest.raises(ValueError, match="do not fit"):
+        kv_store(k[:, :1], k, cache, cache, torch.tensor([0]), scale, scale)
+    with pytest.raises(ValueError, match="scales"):
+        kv_store(k, k, cache.float(), cache.float(), torch.tensor([0]), scale, scale)

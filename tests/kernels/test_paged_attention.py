@@ -1,0 +1,199 @@
+"""paged_attention against a dense softmax in float64, and the independence of a token's result from everything that is
+not its own sequence."""
+
+import math
+
+import pytest
+import torch
+
+from batchinfer.kernels.paged_attention import paged_attention
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Case:
+    """Random contexts scattered over a cache whose unwritten places hold NaN."""
+
+    def __init__(self, seq_lens, q_heads, kv_heads, head_dim, block_size=16, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.block_size = block_size
+        self.seq_lens = seq_lens
+        self.q = [torch.randn(n, q_heads, head_dim, generator=generator).to(dtype) for n in seq_lens]
+        self.k = [torch.randn(n, kv_heads, head_dim, generator=generator).to(dtype) for n in seq_lens]
+        self.v = [torch.randn(n, kv_heads, head_dim, generator=generator).to(dtype) for n in seq_lens]
+        counts = [-(-n // block_size) for n in seq_lens]
+        ids = torch.randperm(sum(counts) + 3, generator=generator).tolist()
+        shape = (len(ids), kv_heads, block_size, head_dim)
+        self.k_cache = torch.full(shape, math.nan, dtype=dtype)
+        self.v_cache = torch.full(shape, math.nan, dtype=dtype)
+        self.tables = [[ids.pop() for _ in range(count)] for count in counts]
+        for table, k, v in zip(self.tables, self.k, self.v, strict=True):
+            for position in range(len(k)):
+                block, offset = table[position // block_size], position % block_size
+                self.k_cache[block, :, offset] = k[position]
+                self.v_cache[block, :, offset] = v[position]
+
+    def run(self, chunks, **options):
+        """chunks: (sequence, first position, end) of the queries; the context ends where the chunk does."""
+        width = max(len(table) for table in self.tables)
+        unused = 1 << 30  # entries beyond a table must not be looked up
+        table = torch.tensor([self.tables[s] + [unused] * (width - len(self.tables[s])) for s, _, _ in chunks])
+        lengths = [end - start for _, start, end in chunks]
+        return paged_attention(
+            torch.cat([self.q[s][start:end] for s, start, end in chunks]),
+            self.k_cache,
+            self.v_cache,
+            table.int(),
+            torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]).int(),
+            torch.tensor([end for _, _, end in chunks]).int(),
+            self.q[0].shape[-1] ** -0.5,
+            **options,
+        ).split(lengths)
+
+    def whole(self):
+        return [(s, 0, n) for s, n in enumerate(self.seq_lens)]
+
+
+def dense(q, k, v, window=None):
+    """Causal softmax over the whole sequence in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
+    hidden = (distance < 0) | (distance >= (window or len(k)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256, 20, 17])
+@pytest.mark.parametrize("q_heads, kv_heads", [(3, 1), (6, 2), (7, 1), (8, 8), (48, 1), (64, 1)])
+def test_equals_dense_softmax(head_dim, q_heads, kv_heads):
+    case = Case([1, 37, 140], q_heads, kv_heads, head_dim)
+    outputs = case.run([(0, 0, 1), (1, 0, 37), (2, 139, 140)])
+    for (s, start), output in zip([(0, 0), (1, 0), (2, 139)], outputs, strict=True):
+        expected = dense(case.q[s], case.k[s], case.v[s])[start:]
+        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 128, 129, 200, 1000])
+def test_sliding_window(window):
+    case = Case([300, 150], 6, 2, 32)
+    outputs = case.run([(0, 0, 300), (1, 149, 150)], sliding_window=window)
+    torch.testing.assert_close(
+        outputs[0].double(), dense(case.q[0], case.k[0], case.v[0], window), rtol=1e-5, atol=1e-5
+    )
+    last = dense(case.q[1], case.k[1], case.v[1], window)[149:]
+    torch.testing.assert_close(outputs[1].double(), last, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("q_heads, kv_heads, head_dim", [(9, 3, 64), (7, 1, 80), (4, 4, 128)])
+def test_result_is_bitwise_independent_of_chunks_and_batch(dtype, q_heads, kv_heads, head_dim):
+    lengths = [300, 70, 129, 1, 17]
+    case = Case(lengths, q_heads, kv_heads, head_dim, dtype=dtype)
+    whole = case.run(case.whole())
+    for s, n in enumerate(lengths):
+        assert torch.equal(case.run([(s, 0, n)])[0], whole[s])
+    for cuts in ([0, 5, 6, 100, 300], [0, 128, 299, 300], [0, 1, 300]):
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            beside = case.run([(1, 69, 70), (0, start, end), (2, 40, 129)])
+            assert torch.equal(beside[1], whole[0][start:end])
+            assert torch.equal(beside[0], whole[1][69:])
+    decode = case.run([(s, n - 1, n) for s, n in enumerate(lengths)])
+    assert all(torch.equal(one, all_[-1:]) for one, all_ in zip(decode, whole, strict=True))
+
+
+def test_result_is_bitwise_independent_of_the_batch_size():
+    lengths = [50 + 3 * i % 250 for i in range(200)]
+    case = Case(lengths, 9, 3, 64, dtype=torch.bfloat16)
+    chunks = [(s, n - 1, n) for s, n in enumerate(lengths)]
+    together = case.run(chunks)
+    for s in (0, 17, 99, 199):
+        assert torch.equal(case.run([chunks[s]])[0], together[s])
+
+
+def test_result_is_bitwise_independent_of_the_block_size():
+    results = [Case([150, 20], 6, 2, 64, block_size=size).run([(0, 0, 150), (1, 19, 20)]) for size in (16, 1, 24, 256)]
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_nan_stays_in_its_sequence_and_behind_its_cause():
+    case = Case([40, 40], 6, 2, 64)
+    clean = case.run(case.whole())
+    case.q[0][30] = math.nan
+    outputs = case.run(case.whole())
+    assert torch.equal(outputs[1], clean[1])
+    assert outputs[0][30].isnan().all()
+    assert torch.equal(outputs[0][:30], clean[0][:30])
+    table, offset = case.tables[0][20 // 16], 20 % 16
+    case.v_cache[table, 0, offset] = math.nan
+    case.k_cache[table, 1, offset] = math.nan
+    outputs = case.run([(1, 39, 40), (0, 39, 40)])
+    assert torch.equal(outputs[0], clean[1][39:])
+    assert outputs[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_scales_multiply_stored_vectors(dtype):
+    case = Case([150], 6, 2, 64)
+    codes_k, codes_v = ((x.clamp(-3, 3).nan_to_num(0) * 30).to(dtype) for x in (case.k_cache, case.v_cache))
+    generator = torch.Generator().manual_seed(1)
+    k_scale, v_scale = (torch.rand(codes_k.shape[:-1], generator=generator) * 0.1 for _ in range(2))
+    case.k_cache, case.v_cache = codes_k.float() * k_scale[..., None], codes_v.float() * v_scale[..., None]
+    expected = case.run([(0, 0, 150)])[0]
+    case.k_cache, case.v_cache = codes_k, codes_v
+    stale = case.tables[0][-1]
+    k_scale[stale, :, 150 % 16 :] = math.nan
+    v_scale[stale, :, 150 % 16 :] = math.nan
+    actual = case.run([(0, 0, 150)], k_scale=k_scale, v_scale=v_scale)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_without_scales_keeps_nan_codes():
+    case = Case([20], 1, 1, 64)
+    case.k_cache = case.k_cache.nan_to_num(0).to(torch.float8_e4m3fn)
+    case.v_cache = case.v_cache.nan_to_num(0).to(torch.float8_e4m3fn)
+    assert case.run([(0, 19, 20)])[0].isfinite().all()
+    case.v_cache.view(torch.uint8)[case.tables[0][0], 0, 3, 5] = 0x7F
+    assert case.run([(0, 19, 20)])[0].isnan().sum() == 1
+
+
+def test_places_beyond_two_to_the_31_elements():
+    """One head of 2 values, blocks of 2^20 tokens: block 1024 begins at element 2^31. Only touched pages get memory."""
+    shape = (1026, 1, 1 << 20, 2)
+    cache = torch.empty(shape, dtype=torch.float8_e5m2)
+    cache[1024, 0, 0] = torch.tensor([1.0, 2.0]).to(torch.float8_e5m2)
+    table = torch.tensor([[1024]]).int()
+    lens = torch.tensor([1]).int()
+    output = paged_attention(torch.ones(1, 1, 2), cache, cache, table, torch.tensor([0, 1]).int(), lens, 1.0)
+    assert output.tolist() == [[[1.0, 2.0]]]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sliding_window": 0}, "sliding_window = 0"),
+        ({"k_scale": torch.zeros(3)}, "do not fit the cache"),
+        ({"q": torch.zeros(1, 3, 8)}, r"queries \(1, 3, 8\)"),
+        ({"seq_lens": torch.zeros(2).int()}, "2 lengths"),
+    ],
+)
+def test_refuses_what_does_not_fit(change, message):
+    cache = torch.zeros(2, 2, 16, 8)
+    arguments = {
+        "q": torch.zeros(1, 4, 8),
+        "k_cache": cache,
+        "v_cache": cache,
+        "block_table": torch.zeros(1, 1).int(),
+        "cu_seqlens_q": torch.tensor([0, 1]).int(),
+        "seq_lens": torch.ones(1).int(),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**(arguments | change))
