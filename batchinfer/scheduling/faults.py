@@ -15,11 +15,12 @@ from batchinfer.sequence import Sequence, SequenceStatus
 @dataclass(frozen=True, slots=True)
 class FaultTrace:
     """Sources broke by themselves. Readers shared a block that a source wrote in the faulty step, in the same step or
-    in a later one in flight: what they computed since is worthless, but alone they may be well."""
+    in a later one in flight: what they computed since is worthless, but alone they may be well. A sequence preempted in
+    the middle of its prompt may have broken in its old slot and read that again in its new one: it is in both lists."""
 
     sources: list[Sequence]
     readers: list[Sequence]
-    spoilt_blocks: list[int]  # to be dropped: all blocks of sources, and what readers wrote after a spoilt block
+    spoilt_blocks: list[int]  # all blocks of sources; what readers wrote hangs on them, so it is lost with them
 
 
 def trace_faults(
@@ -34,11 +35,10 @@ def trace_faults(
     written = _written_blocks(step, entries, table.block_size)
     poison = {b for slot, (first, stop) in written.items() for b in table.block_tables[slot][first:stop]}
     shared = any(pool.ref_count(block) > 1 for block in poison)
-    reading_slots = _reading_slots(table, poison, written) if shared else {}
+    reading_slots = _reading_slots(table, poison, written) if shared else []
     spoilt = [b for slot in written for b in table.block_tables[slot] if slot not in reading_slots]
-    spoilt += [b for slot, first in reading_slots.items() for b in table.block_tables[slot][first:]]
     sources = [step.sequences[i] for i in entries if int(step.output.slots[i]) not in reading_slots]
-    readers = [s for slot in reading_slots if (s := table.sequences[slot]) is not None and s not in sources]
+    readers = [s for slot in reading_slots if (s := table.sequences[slot]) is not None]
     return FaultTrace(sources, readers, spoilt)
 
 
@@ -51,22 +51,14 @@ def _written_blocks(step: StepInFlight, entries: list[int], block_size: int) -> 
     return dict(zip(output.slots[entries].tolist(), ranges, strict=True))
 
 
-def _reading_slots(table: RunningTable, poison: set[int], written: dict[int, tuple[int, int]]) -> dict[int, int]:
-    """slot -> index of its first block that another sequence poisoned."""
-    readers = {}
+def _reading_slots(table: RunningTable, poison: set[int], written: dict[int, tuple[int, int]]) -> list[int]:
+    """Slots that hold a block which another sequence poisoned."""
+    readers = []
     for slot, sequence in enumerate(table.sequences):
-        if sequence is None or not _is_live(sequence, slot):
+        if sequence is None or sequence.status is SequenceStatus.FINISHED:
             continue
         blocks = table.block_tables[slot]
         not_its_own = blocks[: written[slot][0]] if slot in written else blocks
-        first = next((i for i, block in enumerate(not_its_own) if block in poison), None)
-        if first is not None:
-            readers[slot] = first
+        if not poison.isdisjoint(not_its_own):
+            readers.append(slot)
     return readers
-
-
-def _is_live(sequence: Sequence, slot: int) -> bool:
-    """The slot's sequence runs in it, or was preempted and still awaits a token of a step in flight."""
-    if sequence.status is SequenceStatus.RUNNING:
-        return sequence.slot == slot
-    return sequence.status is SequenceStatus.WAITING and sequence.num_in_flight_tokens > 0

@@ -92,12 +92,11 @@ class Scheduler:
         """The next step; None where nothing can run before a commit, or before more is added."""
         if len(self._steps) == self._max_steps_in_flight:
             return None
-        slots, counts, is_short = self._plan_running()
+        slots, counts = self._plan_running()
         appended = self._append_blocks(slots, counts)
         self._table.advance(slots, counts, self._next_step_id)
         self._register_full_blocks(self._table.in_admission_order())
-        # Blocks that are short for running sequences are not there for new ones either.
-        admitted = [] if is_short else self._admit(self._max_num_batched_tokens - int(counts.sum()))
+        admitted = self._admit(self._max_num_batched_tokens - int(counts.sum()))
         if admitted:
             slots = np.concatenate([slots, np.array([start.slot for start, _ in admitted], np.int64)])
             counts = np.concatenate([counts, np.array([count for _, count in admitted], np.int64)])
@@ -105,19 +104,17 @@ class Scheduler:
             return None
         return self._emit(slots, counts, tuple(start for start, _ in admitted), tuple(appended))
 
-    def _plan_running(self) -> tuple[IntArray, IntArray, bool]:
-        """Slots, token counts, and whether blocks are short, after the preemptions that this takes."""
-        is_short = False
+    def _plan_running(self) -> tuple[IntArray, IntArray]:
+        """Slots and token counts, after the preemptions that their blocks take."""
         while True:
             slots, counts = self._table.plan(self._max_num_batched_tokens)
             missing = self._table.blocks_missing(slots, counts)
             num_free = self._pool.num_free_blocks
             if int(missing.sum()) <= num_free:
-                return slots, counts, is_short
-            is_short = True
+                return slots, counts
             if self._retiring:  # their blocks come back at the next commits; until then, run what fits
                 fits = (missing == 0) | (np.cumsum(missing) <= num_free)
-                return slots[fits], counts[fits], is_short
+                return slots[fits], counts[fits]
             self._preempt(self._table.last_admitted())
 
     def _append_blocks(self, slots: IntArray, counts: IntArray) -> list[tuple[int, tuple[int, ...]]]:
@@ -240,11 +237,11 @@ class Scheduler:
             step.cancelled.add(sequence)
         sequence.num_in_flight_tokens = 0
         if sequence.status is SequenceStatus.RUNNING:
-            self._preempt(sequence, shares_blocks=False)
+            self._preempt(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a waiting or running sequence with its answer. Raises ValueError where it has ended already."""
-        self._end(sequence, shares_blocks=reason != "error")
+        self._end(sequence)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
@@ -262,14 +259,14 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.num_in_flight_tokens = 0
 
-    def _preempt(self, sequence: Sequence, shares_blocks: bool = True) -> None:
-        self._vacate(sequence, shares_blocks)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self._waiting.put_back(sequence)
 
-    def _vacate(self, sequence: Sequence, shares_blocks: bool) -> None:
+    def _vacate(self, sequence: Sequence, shares_blocks: bool = True) -> None:
         slot = sequence.slot
         if shares_blocks:
             self._register_full_blocks(np.array([slot]))

@@ -190,6 +190,74 @@ def test_admission_leaves_a_watermark_but_never_stops_a_lone_sequence() -> None:
     assert pool.num_free_blocks == 0
 
 
+def test_a_refused_head_does_not_stand_in_the_way_once_it_is_gone_or_alone() -> None:
+    scheduler, pool = make_scheduler(10, block_size=4, budget=1000)
+    running, large = make_sequence(0, [1], 9, ignore_eos=True), make_sequence(1, [2] * 37, 3)
+    small, whole = make_sequence(2, [3], 1), make_sequence(3, [4] * 38, 3)
+    for sequence in (running, large, small, whole):
+        scheduler.add(sequence)
+    assert len(one_step(scheduler)[0].started) == 1
+    assert len(one_step(scheduler)[0].started) == 0  # first come, first served: small waits behind large
+    scheduler.abort(large)
+    assert [s.request for s in one_step(scheduler)[0].started] == [small.request]
+    scheduler.finish(small, "length")
+    assert len(one_step(scheduler)[0].started) == 0  # whole needs all ten blocks
+    scheduler.finish(running, "stop")
+    assert [s.request for s in one_step(scheduler)[0].started] == [whole.request]
+    assert pool.num_free_blocks == 0
+
+
+def test_a_preempted_sequence_awaits_its_tokens_in_flight() -> None:
+    scheduler, _ = make_scheduler(8, block_size=4, in_flight=6, caching=False)
+    short = make_sequence(0, [1] * 13, 1)
+    old, new = make_sequence(1, [2] * 4, 20), make_sequence(2, [3] * 4, 20)
+    for sequence in (short, old, new):
+        scheduler.add(sequence)
+    steps = [scheduler.schedule() for _ in range(5)]  # the last fills the second blocks of old and new
+    assert scheduler.schedule() is None  # new makes room, but steps in flight still read its blocks
+    assert (new.num_preemptions, new.num_in_flight_tokens) == (1, 5)
+    assert steps[0] is not None
+    commit(scheduler, steps[0], token=11)
+    scheduler.finish(short, "length")  # four blocks are free now, enough for old and new
+    sixth = scheduler.schedule()
+    assert sixth is not None
+    assert sixth.slots.tolist() == [old.slot]
+    for token, step in enumerate(steps[1:], start=12):
+        assert step is not None
+        assert commit(scheduler, step, token) == [(old, token), (new, token)]
+    seventh = scheduler.schedule()
+    assert seventh is not None
+    assert seventh.started[0].token_ids.tolist() == [3, 3, 3, 3, 11, 12, 13, 14, 15]
+
+
+def test_what_lacks_no_block_runs_while_others_await_theirs() -> None:
+    scheduler, _ = make_scheduler(4, block_size=4, in_flight=3, caching=False)
+    old, middle, new = (make_sequence(row, [row] * length, 8) for row, length in enumerate([3, 4, 3]))
+    for sequence in (old, middle, new):
+        scheduler.add(sequence)
+    assert scheduler.schedule() is not None
+    assert scheduler.schedule() is not None  # middle takes the fourth block, old and new fill their first
+    third = scheduler.schedule()
+    assert third is not None
+    assert third.slots.tolist() == [middle.slot]
+    assert (old.num_preemptions, middle.num_preemptions, new.num_preemptions) == (0, 0, 1)
+
+
+def test_blocks_of_tokens_in_flight_are_shared_once_the_tokens_are_known() -> None:
+    scheduler, pool = make_scheduler(10, block_size=2, in_flight=2)
+    sequence = make_sequence(0, [1, 2], 7, ignore_eos=True)
+    scheduler.add(sequence)
+    step = scheduler.schedule()
+    for token in range(11, 18):
+        ahead = scheduler.schedule()
+        assert step is not None
+        commit(scheduler, step, token)
+        step = ahead
+    scheduler.finish(sequence, "length")
+    tokens = np.array([1, 2, 11, 12, 13, 14, 15, 16, 17], np.int32)
+    assert len(pool.match_prefix(tokens)) == 4
+
+
 def test_a_sequence_that_can_never_fit_is_refused() -> None:
     scheduler, _ = make_scheduler(10, block_size=4)
     scheduler.add(make_sequence(0, [1] * 11, 30))  # the last of the 41 tokens needs no KV
@@ -207,6 +275,7 @@ def test_the_sequence_admitted_last_is_preempted_and_keeps_its_tokens() -> None:
     output, _ = one_step(scheduler, token=13)  # old takes new's second block
     assert output.slots.tolist() == [old.slot]
     assert (new.status, new.num_preemptions, new.output_token_ids) == (SequenceStatus.WAITING, 1, [11, 12])
+    assert (new.num_computed_tokens, new.num_tokens) == (0, 6)
     assert output.released_slots == (1,)
     assert scheduler.num_waiting == 1
     scheduler.finish(old, "length")
@@ -336,7 +405,7 @@ def test_a_row_that_always_breaks_does_not_hold_up_its_sharers() -> None:
 
 
 def test_broken_kv_is_not_found_again() -> None:
-    run = make_run(5, 40, 4, 100, breaks=BreaksOnce(row=0, position=10))
+    run = make_run(5, 40, 4, 4, breaks=BreaksOnce(row=0, position=10))  # two blocks were finite
     prompt = list(range(20))
     run.finish_all([make_sequence(0, prompt, 4)])
     assert len(run.failed) == 1
@@ -345,6 +414,23 @@ def test_broken_kv_is_not_found_again() -> None:
     run.finish_all([again])
     assert again.num_cached_tokens == 0
     assert again.output_token_ids == naive_completion(again.request)
+
+
+def test_a_broken_block_that_has_just_become_known_is_not_shared() -> None:
+    scheduler, pool = make_scheduler(10, block_size=4, in_flight=3)
+    sequence = make_sequence(0, [1, 2], 9, ignore_eos=True)
+    scheduler.add(sequence)
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert steps[0] is not None
+    assert steps[1] is not None
+    assert steps[2] is not None
+    commit(scheduler, steps[0], token=3)
+    commit(scheduler, steps[1], token=4)  # with it, all four tokens of the first block are known
+    broken = StepResult(2, np.array([-1], np.int32), np.array([False]))
+    outcome = scheduler.commit(steps[2], broken)
+    assert (outcome.sampled, outcome.faulty) == ([], [sequence])
+    assert pool.match_prefix(np.array([1, 2, 3, 4], np.int32)) == []
+    assert not scheduler.has_unfinished
 
 
 def test_step_time_with_1024_running_and_100_000_waiting() -> None:
