@@ -15,7 +15,7 @@ KEY_CHUNK = 128  # keys a chunk
 KEY_STEP = 16  # the last chunk of a group of tiles is cut to a multiple of this
 TILE_ROWS = 128  # most rows (queries x query heads of one KV head) a tile
 ROW_MULTIPLE = 4  # products of other numbers of rows take code with other rounding, so decode would not equal prefill
-GROUP_ELEMENTS = 3 << 18  # float32 values of keys that are gathered at once: they should stay in the processor's cache
+GROUP_ELEMENTS = 3 << 19  # float32 values of keys that are gathered at once: they should stay in the processor's cache
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -145,11 +145,12 @@ def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.
     for first_key in range(0, most_keys, KEY_CHUNK):
         some = slice(0, int((tiles.num_keys > first_key).sum()))  # those with the most keys come first
         length = min(KEY_CHUNK, -(-(most_keys - first_key) // KEY_STEP) * KEY_STEP)
-        chunk = _locate_chunk(tiles.select(some), first_key, length, keys)
+        active = tiles.select(some)
+        chunk = _locate_chunk(active, first_key, length, keys)
         scores = _product(queries[some], _load(keys.k_cache, chunk, keys.k_scale).transpose(-1, -2))
         if keys.k_scale is not None:
             scores *= _load(keys.k_scale.unsqueeze(-1), chunk).transpose(-1, -2)
-        scores += _mask(chunk.positions, tiles.select(some), queries.shape[2], keys.sliding_window)
+        scores += _mask(chunk.positions, active, queries.shape[2], keys.sliding_window)
         new_best = torch.maximum(best[some], scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_best).exp_()
         decay = torch.exp(best[some] - new_best)

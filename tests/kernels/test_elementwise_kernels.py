@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from batchinfer.kernels.gated_activation import gated_activation
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
 from batchinfer.kernels.rotary import rotary

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from batchinfer.kernels.common.fp8 import decode_finite
 from batchinfer.kernels.kv_store import kv_store
 

@@ -1,11 +1,11 @@
 """paged_attention against a dense softmax in float64, and the independence of a token's result from everything that is
 not its own sequence."""
 
+import itertools
 import math
 
 import pytest
 import torch
-
 from batchinfer.kernels.paged_attention import paged_attention
 
 
@@ -71,7 +71,7 @@ def dense(q, k, v, window=None):
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256, 20, 17])
-@pytest.mark.parametrize("q_heads, kv_heads", [(3, 1), (6, 2), (7, 1), (8, 8), (48, 1), (64, 1)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 1), (6, 2), (7, 1), (8, 8), (48, 1), (64, 1)])
 def test_equals_dense_softmax(head_dim, q_heads, kv_heads):
     case = Case([1, 37, 140], q_heads, kv_heads, head_dim)
     outputs = case.run([(0, 0, 1), (1, 0, 37), (2, 139, 140)])
@@ -92,7 +92,7 @@ def test_sliding_window(window):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("q_heads, kv_heads, head_dim", [(9, 3, 64), (7, 1, 80), (4, 4, 128)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(9, 3, 64), (7, 1, 80), (4, 4, 128)])
 def test_result_is_bitwise_independent_of_chunks_and_batch(dtype, q_heads, kv_heads, head_dim):
     lengths = [300, 70, 129, 1, 17]
     case = Case(lengths, q_heads, kv_heads, head_dim, dtype=dtype)
@@ -100,7 +100,7 @@ def test_result_is_bitwise_independent_of_chunks_and_batch(dtype, q_heads, kv_he
     for s, n in enumerate(lengths):
         assert torch.equal(case.run([(s, 0, n)])[0], whole[s])
     for cuts in ([0, 5, 6, 100, 300], [0, 128, 299, 300], [0, 1, 300]):
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             beside = case.run([(1, 69, 70), (0, start, end), (2, 40, 129)])
             assert torch.equal(beside[1], whole[0][start:end])
             assert torch.equal(beside[0], whole[1][69:])
@@ -176,7 +176,7 @@ def test_places_beyond_two_to_the_31_elements():
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
         ({"sliding_window": 0}, "sliding_window = 0"),
         ({"k_scale": torch.zeros(3)}, "do not fit the cache"),

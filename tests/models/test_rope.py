@@ -60,7 +60,7 @@ def test_cosines_and_sines_equal_transformers(parameters, style):
     torch.testing.assert_close(result, hugging_face(parameters, POSITIONS), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("parameters", [p for p in PARAMETERS[1:7]])
+@pytest.mark.parametrize("parameters", PARAMETERS[1:7])
 def test_partial_rotary_factor(parameters):
     parameters = parameters | {"partial_rotary_factor": 0.5}
     result, spec = ours({"rope_parameters": parameters}, POSITIONS)
