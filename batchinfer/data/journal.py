@@ -86,12 +86,13 @@ class Journal:
             position = self._rows.position(row[0].id.shard, row[0].id.row)
             if not self.has(position):
                 fresh.setdefault(position, row)
-        if fresh:
-            batches = segments.row_batches(fresh.values(), self._schema)
+        positions = sorted(fresh)  # so that neighbours of a part share batches, in whatever order rows finish
+        if positions:
+            batches = segments.row_batches([fresh[position] for position in positions], self._schema)
             self._write(batches, level=0)
             for batch in batches:
                 self.tally.add(batch)
-        return np.fromiter(fresh, np.int64, len(fresh))
+        return np.array(positions, np.int64)
 
     def _write(self, batches: Iterable[pa.RecordBatch], level: int) -> None:
         with self._lock:
