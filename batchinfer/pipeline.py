@@ -20,7 +20,7 @@ from batchinfer.data.prompts import PromptBuilder
 from batchinfer.data.result_schema import Tally
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
-from batchinfer.errors import ExitCode
+from batchinfer.errors import ExitCode, UsageError
 from batchinfer.executors.local import load_engine
 from batchinfer.executors.loop import Ending, Sink, run_loop
 from batchinfer.models.loader import generation_config
@@ -41,22 +41,28 @@ _ENDINGS = {
 
 
 def run_job(options: EffectiveOptions) -> ExitCode:
-    """Answers every row of the input into the output files. Raises BatchInferError for faults that end a job."""
+    """Answers every row of the input into the output files. Raises BatchInferError for faults that end a job, and
+    KeyboardInterrupt where SIGINT or SIGTERM come at a time when no row runs, or twice."""
     target = options.config.output.output or default_output(options.config.input.input[0])
-    run = _Run(options)
-    opened = open_output(target, run.output_job(), options.config.output.overwrite)
-    if isinstance(opened, FinishedOutput):
-        _say(f"{opened.target} is finished already; --overwrite answers the rows again")
-        return ExitCode.DONE
-    with opened as writer:
-        return _answer_to_files(run, writer, target)
+    with StopSignals() as signals:
+        run = _Run(options, signals)
+        opened = open_output(target, run.output_job(), options.config.output.overwrite)
+        if isinstance(opened, FinishedOutput):
+            _say(f"{opened.target} is finished already; --overwrite answers the rows again")
+            return ExitCode.DONE
+        with opened as writer:
+            return _answer_to_files(run, writer, target)
 
 
 def bench_throughput(options: EffectiveOptions) -> dict[str, Any]:
     """Runs the whole job in memory, its answers not written, and returns its figures: summarise()'s and startup_s, the
     seconds from the start to the first tokenisation."""
-    run = _Run(options)
-    run.answer(_Discard(), run.input.selected, Tally())
+    with StopSignals() as signals:
+        run = _Run(options, signals)
+        run.load()
+        ending = run.answer(_Discard(), run.input.selected, Tally())
+    if ending is Ending.INTERRUPTED:
+        raise KeyboardInterrupt
     return {"startup_s": run.startup_s, **run.figures(Tally())}
 
 
@@ -64,6 +70,8 @@ def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode
     before = replace(writer.tally)
     if writer.is_resumed:
         _say(f"carrying on: {writer.num_resumed:,} of {writer.num_rows:,} rows are answered already")
+    run.load(writer.kept.get("max_model_len"))
+    writer.keep(max_model_len=run.max_model_len)
     ending = run.answer(writer, writer.wanted, before, writer.poll)
     if writer.num_done < writer.num_rows:
         writer.flush()
@@ -81,7 +89,8 @@ def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode
 class _Run:
     """One run of a job in this process: its input, its model, its figures."""
 
-    def __init__(self, options: EffectiveOptions) -> None:
+    def __init__(self, options: EffectiveOptions, signals: StopSignals) -> None:
+        self._signals = signals
         self.phases = Phases()
         self._start = time.monotonic()
         self._config: JobConfig = options.config
@@ -116,24 +125,36 @@ class _Run:
             metadata={"batchinfer.options": json.dumps(self._options.to_json())},
         )
 
+    def load(self, kept_len: int | None = None) -> None:
+        """Loads the model. kept_len: the max_model_len of the job's first run, which answers depend on."""
+        config = self._config
+        if kept_len is not None:
+            config = replace(config, model=replace(config.model, max_model_len=kept_len))
+        try:
+            with self.phases.timed("model"):
+                self._local = load_engine(config, self._files, _say)
+        except UsageError as error:
+            if kept_len is None:
+                raise
+            raise UsageError(f"the job began with max_model_len = {kept_len} and keeps it, but {error}") from error
+        self.startup_s = time.monotonic() - self._start
+
+    @property
+    def max_model_len(self) -> int:
+        return self._local.engine.max_model_len
+
     def answer(self, sink: Sink, wanted: Wanted, before: Tally, poll: Callable[[], None] = lambda: None) -> Ending:
-        """Loads the model and runs the wanted rows through it, the results into the sink.
+        """Runs the wanted rows through the model, the results into the sink.
 
         before: what earlier runs answered. poll: called each step.
         """
-        with StopSignals() as signals:
-            with self.phases.timed("model"):
-                self._local = load_engine(self._config, self._files, _say)
-            self.startup_s = time.monotonic() - self._start
-            with self.phases.timed("inference"):
-                return self._drive(_Observed(sink, self._statistics), wanted, before, signals, poll)
+        with self._signals.deferred(), self.phases.timed("inference"):
+            return self._drive(_Observed(sink, self._statistics), wanted, before, poll)
 
-    def _drive(
-        self, sink: Sink, wanted: Wanted, before: Tally, signals: StopSignals, poll: Callable[[], None]
-    ) -> Ending:
+    def _drive(self, sink: Sink, wanted: Wanted, before: Tally, poll: Callable[[], None]) -> Ending:
         shards, selection = self.input.shard_set.shards, self.input.selection
         num_rows = self.input.rows.num_rows
-        rules = _EndingRules(self._config.limits, num_rows, self._start, signals)
+        rules = _EndingRules(self._config.limits, num_rows, self._start, self._signals)
         progress = Progress(num_rows)
 
         def should_end() -> Ending | None:

@@ -5,6 +5,8 @@ import platform
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _PACKAGES = ("batchinfer", "torch", "triton", "transformers", "tokenizers", "pyarrow", "datasets", "numpy")
@@ -30,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 class StopSignals:
-    """Within it, SIGINT and SIGTERM set `received`; a second one raises KeyboardInterrupt.
+    """Within it, SIGINT and SIGTERM raise KeyboardInterrupt; within `deferred()`, the first one only sets `received`.
 
     Does nothing outside the main thread, where Python delivers no signals.
     """
@@ -39,6 +41,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = False
+        self._raises = True
 
     def __enter__(self) -> "StopSignals":
         self._previous = {}
@@ -50,7 +53,16 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """The caller asks for `received` often, and ends in order."""
+        self._raises = False
+        try:
+            yield
+        finally:
+            self._raises = True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        if self._raises or self.received:
             raise KeyboardInterrupt
         self.received = True

@@ -11,6 +11,7 @@ from batchinfer.cli.bench import bench
 from batchinfer.cli.run import run
 from batchinfer.cli.show import show
 from batchinfer.errors import BatchInferError, ExitCode
+from batchinfer.process import StopSignals
 
 
 @click.group(context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]})
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        return int(batchinfer.main(arguments, prog_name="batchinfer", standalone_mode=False) or ExitCode.DONE)
+        with StopSignals():
+            return int(batchinfer.main(arguments, prog_name="batchinfer", standalone_mode=False) or ExitCode.DONE)
     except click.ClickException as error:
         error.show()
         return error.exit_code

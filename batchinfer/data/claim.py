@@ -48,9 +48,11 @@ def claim_output(storage: Storage, layout: OutputLayout, now: JobManifest, overw
             storage.delete_folder(layout.work)
             lock.release()
             return _as_manifest(found)
-        manifest = now if decision == "start" else replace(now, job_id=_as_manifest(found).job_id)
+        manifest = now
         if decision == "start":
             _start(storage, layout, manifest)
+        else:
+            manifest = replace(now, job_id=_as_manifest(found).job_id, kept=_as_manifest(found).kept)
         parts = _sweep(storage, layout, manifest.job_id)
         return Claim(storage, layout, manifest, lock, decision == "resume", parts)
     except BaseException:

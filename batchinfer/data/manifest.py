@@ -41,6 +41,7 @@ class JobManifest:
     job_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     format: int = FORMAT
     parts: tuple[PartRecord, ...] = ()
+    kept: Mapping[str, Any] = field(default_factory=dict)  # what the first run chose and later ones take over
 
     @classmethod
     def make(cls, shards: Sequence[Any], model_fingerprint: str, options: Mapping[str, Any]) -> "JobManifest":

@@ -30,6 +30,7 @@ from batchinfer.errors import BatchInferError, ErrorCode
 from batchinfer.request import Result
 
 _FLUSH_INTERVAL_S = 0.5  # with the write itself, a finished row is safe within a second
+_RESULT_BYTES = 1024  # of a Result in memory, beside its text and tokens
 _MAX_CHARACTERS = 1 << 28  # of one completion: its UTF-8 stays far below the 2 GiB of an Arrow string
 
 
@@ -134,6 +135,16 @@ class OutputWriter:
         """Counts over the journaled answers of this and earlier runs."""
         return self._journal.tally
 
+    @property
+    def kept(self) -> Mapping[str, Any]:
+        """What keep() was given, in an earlier run of the job too."""
+        return self._claim.manifest.kept
+
+    def keep(self, **values: Any) -> None:
+        """Store what later runs of this job must take over. values: JSON; durable on return."""
+        self._claim = replace(self._claim, manifest=replace(self._claim.manifest, kept=values))
+        self._storage.put(self._layout.job, self._claim.manifest.to_json())
+
     def is_done(self, shard: int, row: int) -> bool:
         """The row is safe. KeyError where it is not among those to answer."""
         return self._journal.has(self._rows.position(shard, row))
@@ -154,7 +165,7 @@ class OutputWriter:
         """Take results. A second answer to a row that has one is dropped."""
         rows = [row for result in results if (row := self._take(result)) is not None]
         self.num_done += len(rows)
-        self._flusher.add(rows, sum(result_characters(r) for row in rows for r in row))
+        self._flusher.add(rows, sum(result_characters(r) + _RESULT_BYTES for row in rows for r in row))
 
     def _take(self, result: Result) -> Row | None:
         """The row that this result completes."""

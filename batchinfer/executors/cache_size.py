@@ -50,7 +50,7 @@ def size_cache(
         needed = -(-wanted_len // cache.block_size) * cache.bytes_per_block()
         raise UsageError(
             f"--max-model-len {wanted_len} does not fit the KV cache: {format_bytes(memory)} hold {capacity} tokens; "
-            f"lower it, or give --kv-cache-memory {-(-needed // 2**20)}MiB or more"
+            f"give --kv-cache-memory {-(-needed // 2**20)}MiB or more, or a lower --max-model-len"
         )
     return CacheSize(num_blocks, min(longest, capacity), _reason(wanted_len, longest, capacity))
 
@@ -79,6 +79,7 @@ def activation_bytes(model: DecoderSpec, num_tokens: int) -> int:
 def describe(size: CacheSize, cache: KVCacheSpec, max_num_seqs: int) -> list[str]:
     """Lines for the log."""
     tokens = size.num_blocks * cache.block_size
+    most_seqs = min(max_num_seqs, size.num_blocks)
     if cache.element_bytes == 1:
         gain = f"{cache.dtype} holds {cache.gain_over_16_bits():.2f} times as many tokens as 16 bits"
     else:
@@ -89,5 +90,5 @@ def describe(size: CacheSize, cache: KVCacheSpec, max_num_seqs: int) -> list[str
         f"KV cache: {format_bytes(size.num_blocks * cache.bytes_per_block())} of {cache.dtype} holds {tokens:,} tokens "
         f"in {size.num_blocks:,} blocks of {cache.block_size}; {gain}",
         f"sequences at once: {min(max_num_seqs, tokens // size.max_model_len):,} of max_model_len, "
-        f"{max_num_seqs:,} of up to {tokens // max_num_seqs:,} tokens",
+        f"{most_seqs:,} of up to {tokens // most_seqs:,} tokens",
     ]
