@@ -69,10 +69,6 @@ class Engine:
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
 
-    @property
-    def num_running(self) -> int:
-        return self._scheduler.num_running
-
     def add(self, request: Request, arrival_time: float | None = None) -> None:
         """Queues a request; its Result comes from a later step(), an error where the request cannot run at all.
 
@@ -95,6 +91,15 @@ class Engine:
             if completion.sequence.first_scheduled_time is None:
                 self._scheduler.abort(completion.sequence)
                 del self._completions[request_id]
+
+    def abandon(self) -> None:
+        """Forgets every request and what they have computed; they get no Result."""
+        while self._steps:
+            self._commit()
+        for completion in self._completions.values():
+            self._scheduler.abort(completion.sequence)
+        self._completions.clear()
+        self._results.clear()
 
     def step(self) -> list[Result]:
         """Runs one step and returns the requests that it finished, in no particular order.

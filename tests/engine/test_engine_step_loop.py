@@ -249,6 +249,22 @@ def test_prompts_are_scored_once_when_preempted_midway():
         np.testing.assert_allclose(results[row.id].prompt_logprobs.per_token, by_hand, atol=2e-6)
 
 
+def test_logits_are_made_a_few_rows_at_a_time(undisturbed, monkeypatch):
+    sizes = []
+
+    class Counting(StandInModel):
+        def compute_logits(self, hidden):
+            sizes.append(len(hidden))
+            return super().compute_logits(hidden)
+
+    monkeypatch.setattr("batchinfer.engine.model_runner._LOGITS_ELEMENTS", 3 * VOCAB + 1)
+    results = run(make_engine(max_num_seqs=32, model=Counting(4))[0], mixed_requests())
+    assert max(sizes) == 3
+    for request_id, expected in undisturbed.items():
+        assert results[request_id].token_ids == expected.token_ids
+        assert results[request_id].logprobs == expected.logprobs
+
+
 @pytest.mark.parametrize("length", [1, 2, 40, 120])
 def test_max_tokens_0_scores_the_prompt_only(length):
     row = make_request(0, [3] * length, 0, prompt_logprobs=True)

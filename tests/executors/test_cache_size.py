@@ -89,6 +89,8 @@ def test_what_is_said():
     assert "400 KiB of bf16 holds 1,600 tokens in 100 blocks of 16" in lines[1]
     assert "fp8 would hold 1.60 times as many tokens as 16 bits" in lines[1]  # 32 bytes a vector against 16 + 4
     assert lines[2] == "sequences at once: 3 of max_model_len, 20 of up to 80 tokens"
+    few_blocks = describe(size(kv_cache_memory=10 * BLOCK_BYTES), CACHE, 20)
+    assert few_blocks[2] == "sequences at once: 1 of max_model_len, 10 of up to 16 tokens"
     fp8 = KVCacheSpec(2, 2, 16, 16, "fp8", True)
     assert "fp8 holds 1.60 times as many tokens as 16 bits" in describe(size(), fp8, 20)[1]
 
