@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-_HURRY_SIZE = 16 << 20  # write at once
-_FULL_SIZE = 64 << 20  # let the caller wait: the device is slower than the engine
+_HURRY_SIZE = 8 << 20  # write at once
+_FULL_SIZE = 32 << 20  # let the caller wait: the device is slower than the engine
 
 
 class _Thread:

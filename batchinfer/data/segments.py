@@ -20,7 +20,7 @@ KEYS = [pa.field("shard", pa.int32()), pa.field("row", pa.int64()), pa.field("nu
 NAME = re.compile(r"(?P<number>\d{8,})-(?P<level>\d)-(?P<writer>[0-9a-z]+)\.arrow")
 MAX_RECORDS = 1024  # of a record batch
 _MAX_CHARACTERS = 8 << 20  # UTF-8 takes at most 4 bytes each, so a batch of several records holds 32 MiB of text
-_CACHED_BYTES = 64 << 20
+_CACHED_BYTES = 32 << 20
 _CACHED_FILES = 64
 
 
