@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def bench_throughput(options: EffectiveOptions) -> dict[str, Any]:
 
 
 def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode:
-    before = replace(writer.tally)
+    before = deepcopy(writer.tally)
     if writer.is_resumed:
         _say(f"carrying on: {writer.num_resumed:,} of {writer.num_rows:,} rows are answered already")
     run.load(writer.kept.get("max_model_len"))
