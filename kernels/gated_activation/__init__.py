@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from batchinfer.kernels.gated_activation import reference
+from batchinfer.kernels.gated_activation import cpu, reference
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATION_KINDS: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh")
@@ -18,4 +18,5 @@ def gated_activation(gate_up: torch.Tensor, kind: ActivationKind) -> torch.Tenso
         raise ValueError(f"kind = {kind!r}: must be one of {', '.join(ACTIVATION_KINDS)}")
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has an odd width, {gate_up.shape[-1]}")
-    return reference.gated_activation(gate_up, kind)
+    backend = cpu if cpu.can_run(gate_up, kind) else reference
+    return backend.gated_activation(gate_up, kind)

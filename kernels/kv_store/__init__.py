@@ -3,7 +3,7 @@ attention layer before paged_attention."""
 
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
-from batchinfer.kernels.kv_store import reference
+from batchinfer.kernels.kv_store import cpu, reference
 
 
 def kv_store(
@@ -28,7 +28,8 @@ def kv_store(
     """
     _check(k, k_cache, slot_mapping, k_scale)
     _check(v, v_cache, slot_mapping, v_scale)
-    reference.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    backend = cpu if cpu.can_run(k, v, k_cache) else reference
+    backend.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _check(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:

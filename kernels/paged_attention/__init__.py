@@ -2,7 +2,7 @@
 
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
-from batchinfer.kernels.paged_attention import reference
+from batchinfer.kernels.paged_attention import cpu, reference
 
 
 def paged_attention(
@@ -40,7 +40,8 @@ def paged_attention(
         raise ValueError(f"a {k_cache.dtype} cache takes no scales")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window = {sliding_window}: must be 1 or more")
-    return reference.paged_attention(
+    backend = cpu if cpu.can_run(q, k_cache) else reference
+    return backend.paged_attention(
         q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, sliding_window
     )
 

@@ -15,7 +15,7 @@ KEY_CHUNK = 128  # keys a chunk
 KEY_STEP = 16  # the last chunk of a group of tiles is cut to a multiple of this
 TILE_ROWS = 128  # most rows (queries x query heads of one KV head) a tile
 ROW_MULTIPLE = 4  # products of other numbers of rows take code with other rounding, so decode would not equal prefill
-GROUP_ELEMENTS = 3 << 19  # float32 values of keys that are gathered at once: they should stay in the processor's cache
+GROUP_ELEMENTS = 3 << 18  # float32 values of keys that are gathered at once: they should stay in the processor's cache
 LOWEST = torch.finfo(torch.float32).min
 
 

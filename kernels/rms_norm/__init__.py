@@ -1,7 +1,7 @@
 """Root mean square normalisation, alone and after a residual sum. Called by the decoder's layers."""
 
 import torch
-from batchinfer.kernels.rms_norm import reference
+from batchinfer.kernels.rms_norm import cpu, reference
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -11,7 +11,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     and the quotient rounded to x's dtype before the weight is applied, as Hugging Face does.
     """
     _check(x, weight)
-    return reference.rms_norm(x, weight, eps)
+    backend = cpu if cpu.can_run(x, weight) else reference
+    return backend.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -21,7 +22,8 @@ def add_rms_norm(
     _check(x, weight)
     if residual.shape != x.shape:
         raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
-    return reference.add_rms_norm(x, residual, weight, eps)
+    backend = cpu if cpu.can_run(x, residual, weight) else reference
+    return backend.add_rms_norm(x, residual, weight, eps)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys. Called by each attention layer."""
 
 import torch
-from batchinfer.kernels.rotary import reference
+from batchinfer.kernels.rotary import cpu, reference
 
 
 def rotary(
@@ -19,4 +19,5 @@ def rotary(
         raise ValueError(f"rotary_dim {rotary_dim} does not fit heads of {q.shape[-1]} and {k.shape[-1]}")
     if not len(q) == len(k) == len(positions):
         raise ValueError(f"{len(q)} queries, {len(k)} keys, {len(positions)} positions")
-    return reference.rotary(q, k, positions, cos_sin_cache)
+    backend = cpu if cpu.can_run(q, k) else reference
+    return backend.rotary(q, k, positions, cos_sin_cache)

@@ -108,7 +108,9 @@ def test_result_is_bitwise_independent_of_chunks_and_batch(dtype, q_heads, kv_he
     assert all(torch.equal(one, all_[-1:]) for one, all_ in zip(decode, whole, strict=True))
 
 
-def test_result_is_bitwise_independent_of_the_batch_size():
+@pytest.mark.parametrize("threads", [1, 2])
+def test_result_is_bitwise_independent_of_the_batch_size(threads):
+    torch.set_num_threads(threads)
     lengths = [50 + 3 * i % 250 for i in range(200)]
     case = Case(lengths, 9, 3, 64, dtype=torch.bfloat16)
     chunks = [(s, n - 1, n) for s, n in enumerate(lengths)]

@@ -119,9 +119,11 @@ def test_growth_past_the_rope_threshold_equals_generate(tmp_path, kind):
     assert torch.equal(recomputed, ours)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
-def test_logits_are_bitwise_independent_of_chunks_and_batch(tmp_path, dtype, kv_dtype):
+def test_logits_are_bitwise_independent_of_chunks_and_batch(tmp_path, dtype, kv_dtype, threads):
+    torch.set_num_threads(threads)
     model = make_hf_model("llama", hidden_size=96, head_dim=16, intermediate_size=64)
     decoder = load_decoder(save(model, tmp_path), dtype)
     ids, others = random_ids(60), [random_ids(40, seed) for seed in range(5)]
@@ -177,8 +179,10 @@ def test_compute_logits_in_chunks_of_rows(tmp_path, monkeypatch):
     assert torch.equal(decoder.compute_logits(hidden), whole)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_rows_do_not_depend_on_their_number(dtype):
+def test_linear_rows_do_not_depend_on_their_number(dtype, threads):
+    torch.set_num_threads(threads)
     linear = Linear(torch.randn(192, 576).to(dtype), torch.randn(192).to(dtype))
     x = torch.randn(64, 576).to(dtype)
     whole = linear(x)

@@ -1,0 +1,185 @@
+"""Builds the operations' native code for this machine's CPU, once, and loads it. Called by each operation's cpu.py on
+first use, and ahead of time by `build`."""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+KERNELS = Path(__file__).resolve().parents[1]
+OPERATIONS = ("gated_activation", "kv_store", "paged_attention", "rms_norm", "rotary")
+# As DType in native.h.
+FORMATS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+    torch.int8: 5,
+}
+ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
+# The first that the compiler takes: not each knows the machine by name, and not each brings an OpenMP.
+_VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+
+
+class NativeBuildError(Exception):
+    """The native code cannot be had; the message is one line that says why."""
+
+
+def can_run(operation: str, *activations: torch.Tensor) -> bool:
+    """Whether the native code takes an operation with these activations: all on the CPU, of one float dtype. Builds the
+    code where no earlier process did; where this machine cannot build it, that is said once and the answer is no."""
+    dtype = activations[0].dtype
+    return (
+        all(tensor.is_cpu and tensor.dtype == dtype for tensor in activations)
+        and dtype in ACTIVATION_DTYPES
+        and _library(operation) is not None
+    )
+
+
+def function(operation: str, name: str, *argtypes: type) -> Callable[..., None]:
+    """The C function `name` of an operation that can run."""
+    entry = getattr(_library(operation), name)
+    entry.argtypes = argtypes
+    entry.restype = None
+    return entry
+
+
+def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its last dimension is dense, else a dense copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def build(report: Callable[[str], None]) -> Path:
+    """Compiles what is missing; `report` is told in one line before that. Returns the directory of the libraries.
+    Raises NativeBuildError."""
+    compiler = _find_compiler()
+    directory = _cache_directory() / "native" / _fingerprint(compiler)
+    missing = [name for name in OPERATIONS if not (directory / f"{name}.so").is_file()]
+    if missing:
+        report(f"compiling the CPU kernels for this machine with {compiler[0]}, once: {directory}")
+        try:
+            _compile(compiler, missing, directory)
+        except OSError as error:
+            raise NativeBuildError(f"{directory} cannot be written: {error}; set BATCHINFER_CACHE") from error
+    return directory
+
+
+@functools.cache
+def _directory() -> Path | None:
+    try:
+        return build(_log.warning)
+    except NativeBuildError as error:
+        _log.warning("the CPU kernels run in plain torch, which is slower: %s", error)
+        return None
+
+
+@functools.cache
+def _library(operation: str) -> ctypes.CDLL | None:
+    with _lock:
+        directory = _directory()
+    # torch was imported, so its OpenMP runtime is loaded and the library, asking for the same name, shares its threads
+    return None if directory is None else ctypes.CDLL(str(directory / f"{operation}.so"))
+
+
+def _find_compiler() -> list[str]:
+    if chosen := shlex.split(os.environ.get("CXX", "")):
+        return chosen
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise NativeBuildError("there is no C++ compiler (c++, g++ or clang++, or CXX)")
+
+
+def _cache_directory() -> Path:
+    """Where the models' cache is, too."""
+    if own := os.environ.get("BATCHINFER_CACHE"):
+        return Path(own).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache").expanduser().absolute() / "batchinfer"
+
+
+def _fingerprint(compiler: list[str]) -> str:
+    """Of all that decides what the compiler makes."""
+    digest = hashlib.sha256()
+    for part in (*compiler, _run([*compiler, "--version"]), *_FLAGS, *map(str, _VARIANTS), _cpu()):
+        digest.update(part.encode() + b"\0")
+    for source in sorted([*KERNELS.glob("*/*.h"), *KERNELS.glob("*/*.cpp")]):
+        digest.update(str(source.relative_to(KERNELS)).encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """The machine's architecture and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})])
+
+
+def _compile(compiler: list[str], operations: Sequence[str], directory: Path) -> None:
+    """All at once, one process each, into a directory of its own; whole libraries then take their names."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as partial:
+        flags = [*_FLAGS, *_accepted_variant(compiler, Path(partial))]
+        outputs = {name: Path(partial) / f"{name}.so" for name in operations}
+        jobs = [
+            subprocess.Popen(
+                [*compiler, *flags, "-o", str(output), str(KERNELS / name / "cpu.cpp")],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for name, output in outputs.items()
+        ]
+        errors = [job.communicate()[1] for job in jobs]
+        for job, error in zip(jobs, errors, strict=True):
+            if job.returncode:
+                raise NativeBuildError(f"{compiler[0]} failed: {_first_error(error)}")
+        for name, output in outputs.items():
+            os.replace(output, directory / f"{name}.so")
+
+
+def _accepted_variant(compiler: list[str], scratch: Path) -> tuple[str, ...]:
+    source = scratch / "probe.cpp"
+    source.write_text("int main() { return 0; }\n")
+    error = ""
+    for variant in _VARIANTS:
+        command = [*compiler, *_FLAGS, *variant, "-o", str(scratch / "probe.so"), str(source)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode == 0:
+            return variant
+        error = result.stderr
+    raise NativeBuildError(f"{compiler[0]} does not work: {_first_error(error)}")
+
+
+def _first_error(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NativeBuildError(f"{command[0]} does not run: {error}") from error

@@ -1,0 +1,133 @@
+// Native kv_store: quantises each head's vector and scatters it, with the keys' rotation on the way where asked.
+
+#include "../rotary/rotate.h"
+
+namespace batchinfer {
+namespace {
+
+// Keys or values: [num_tokens, num_kv_heads, head_dim], the last dimension dense, strides in elements; cache:
+// [num_blocks, num_kv_heads, block_size, head_dim], dense; scale: [num_blocks, num_kv_heads, block_size] or null.
+struct Side {
+    const void* values;
+    void* cache;
+    float* scale;
+    int64_t token_stride, head_stride;
+};
+
+// What rotates before it is stored; q_out [num_tokens, num_q_heads, head_dim], dense.
+struct Rotation {
+    const void* q;
+    void* q_out;
+    const int64_t* positions;
+    const float* cos_sin_cache;  // [positions, rotary_dim]
+    int64_t num_q_heads, token_stride, head_stride, rotary_dim;
+};
+
+struct Problem {
+    Side k, v;
+    const int64_t* slots;  // [num_tokens]
+    int64_t num_tokens, num_kv_heads, head_dim, block_size;
+    int64_t format, cache_format, threads;
+};
+
+template <class Format>
+constexpr float largest() {
+    return std::is_same<Format, E4m3>::value ? 448.0f : std::is_same<Format, E5m2>::value ? 57344.0f : 127.0f;
+}
+
+// The largest magnitude; NaN where there is one.
+float absmax(const float* values, int64_t n) {
+    constexpr int PARTS = 16;
+    uint32_t parts[PARTS] = {};  // magnitudes as integers: their order is that of the floats, NaN on top
+    int64_t i = 0;
+    for (; i + PARTS <= n; i += PARTS)
+        for (int j = 0; j < PARTS; j++)
+            parts[j] = std::max(parts[j], bit_cast<uint32_t>(values[i + j]) & 0x7fffffffu);
+    for (int j = 0; i < n; i++, j++) parts[j] = std::max(parts[j], bit_cast<uint32_t>(values[i]) & 0x7fffffffu);
+    return bit_cast<float>(*std::max_element(parts, parts + PARTS));
+}
+
+// Divides by the scale where there is one, saturates and rounds. Returns through `scale` what decodes the codes.
+template <class Format>
+void encode(float* values, int64_t n, float* scale, typename Format::Storage* to) {
+    if constexpr (sizeof(typename Format::Storage) == 1) {
+        constexpr float LIMIT = largest<Format>();
+        if (scale) {
+            float highest = absmax(values, n) / LIMIT;
+            float divisor = highest < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : highest;
+            *scale = divisor;
+            for (int64_t i = 0; i < n; i++) values[i] /= divisor;
+        }
+        for (int64_t i = 0; i < n; i++) {
+            float low = values[i] < -LIMIT ? -LIMIT : values[i];  // NaN stays
+            values[i] = low > LIMIT ? LIMIT : low;
+        }
+    }
+    store_row<Format>(values, to, n);
+}
+
+template <class Format, class CacheFormat>
+void store_head(const Problem& p, const Side& side, const typename Format::Storage* from, int64_t slot, int64_t head,
+                float* scratch) {
+    int64_t row = (slot / p.block_size * p.num_kv_heads + head) * p.block_size + slot % p.block_size;
+    auto to = static_cast<typename CacheFormat::Storage*>(side.cache) + row * p.head_dim;
+    if constexpr (std::is_same<Format, CacheFormat>::value) {
+        std::copy_n(from, p.head_dim, to);
+    } else {
+        load_row<Format>(from, scratch, p.head_dim);
+        encode<CacheFormat>(scratch, p.head_dim, side.scale ? side.scale + row : nullptr, to);
+    }
+}
+
+template <class Format, class CacheFormat>
+void store_token(const Problem& p, const Rotation* rotation, int64_t t, float* scratch,
+                 typename Format::Storage* rotated) {
+    using Storage = typename Format::Storage;
+    const float* cos_sin = nullptr;
+    if (rotation) {
+        cos_sin = rotation->cos_sin_cache + rotation->positions[t] * rotation->rotary_dim;
+        auto q = static_cast<const Storage*>(rotation->q) + t * rotation->token_stride;
+        auto q_out = static_cast<Storage*>(rotation->q_out) + t * rotation->num_q_heads * p.head_dim;
+        for (int64_t h = 0; h < rotation->num_q_heads; h++)
+            rotate_head<Format>(q + h * rotation->head_stride, cos_sin, rotation->rotary_dim / 2, p.head_dim,
+                                q_out + h * p.head_dim);
+    }
+    int64_t slot = p.slots[t];
+    if (slot < 0) return;
+    for (int64_t h = 0; h < p.num_kv_heads; h++) {
+        auto k = static_cast<const Storage*>(p.k.values) + t * p.k.token_stride + h * p.k.head_stride;
+        auto v = static_cast<const Storage*>(p.v.values) + t * p.v.token_stride + h * p.v.head_stride;
+        if (rotation) {
+            rotate_head<Format>(k, cos_sin, rotation->rotary_dim / 2, p.head_dim, rotated);
+            k = rotated;
+        }
+        store_head<Format, CacheFormat>(p, p.k, k, slot, h, scratch);
+        store_head<Format, CacheFormat>(p, p.v, v, slot, h, scratch);
+    }
+}
+
+void run(const Problem& p, const Rotation* rotation) {
+    int64_t heads = 2 * p.num_kv_heads + (rotation ? rotation->num_q_heads : 0);
+    with_float_format(p.format, [&](auto f) {
+        with_cache_format(p.cache_format, [&](auto c) {
+            parallel_rows(p.num_tokens, heads * p.head_dim, p.threads, [&](int64_t first, int64_t last) {
+                using Format = decltype(f);
+                thread_local AlignedBuffer<float> scratch;
+                thread_local AlignedBuffer<typename Format::Storage> rotated;
+                float* values = scratch.at_least(size_t(p.head_dim));
+                auto* keys = rotated.at_least(size_t(p.head_dim));
+                for (int64_t t = first; t < last; t++)
+                    store_token<Format, decltype(c)>(p, rotation, t, values, keys);
+            });
+        });
+    });
+}
+
+}  // namespace
+}  // namespace batchinfer
+
+extern "C" void kv_store(const batchinfer::Problem* problem) { batchinfer::run(*problem, nullptr); }
+
+extern "C" void rotary_kv_store(const batchinfer::Problem* problem, const batchinfer::Rotation* rotation) {
+    batchinfer::run(*problem, rotation);
+}

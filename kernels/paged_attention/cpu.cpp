@@ -1,0 +1,140 @@
+// Native paged attention: cuts a batch into tiles and spans of keys, and shares them among the threads.
+
+#include <vector>
+
+#include "attention.h"
+#include "products_bf16.h"
+#include "products_float.h"
+#include "tile.h"
+
+namespace batchinfer {
+namespace {
+
+constexpr int64_t PACKING_ROWS = 8;      // laying out a chunk of keys costs about as much as so many rows
+constexpr int64_t LEAST_COST = 1 << 12;  // keys x rows that are worth another thread
+constexpr int64_t SHARES = 4;            // an item above 1 / SHARES of a thread's part is split by spans
+
+// Spans [first, end) of one tile and KV head. A tile that is split keeps each span's softmax at `partial`, one after
+// the other, until all are there.
+struct Item {
+    int64_t tile, kv_head, first_span, end_span, partial;
+    bool is_split() const { return partial >= 0; }
+};
+
+std::vector<Tile> make_tiles(const Problem& p) {
+    int64_t width = std::max<int64_t>(1, TILE_ROWS / p.heads_per_kv());
+    std::vector<Tile> tiles;
+    for (int64_t s = 0; s < p.num_seqs; s++) {
+        int64_t first = p.cu_seqlens_q[s], num_queries = p.cu_seqlens_q[s + 1] - first;
+        int64_t start = p.seq_lens[s] - num_queries;
+        for (int64_t q = 0; q < num_queries; q += width) {
+            int64_t count = std::min(width, num_queries - q), position = start + q;
+            int64_t first_key = p.sliding_window ? std::max<int64_t>(0, position - p.sliding_window + 1) : 0;
+            tiles.push_back({s, first + q, count, position, first_key, position + count});
+        }
+    }
+    return tiles;
+}
+
+int64_t cost_of(const Problem& p, const Tile& tile) {
+    return (tile.end_key - tile.first_key) * (tile.num_queries * p.heads_per_kv() + PACKING_ROWS);
+}
+
+template <class Products>
+class Batch {
+   public:
+    explicit Batch(const Problem& problem) : p_(problem), tiles_(make_tiles(problem)) {
+        std::stable_sort(tiles_.begin(), tiles_.end(),
+                         [&](const Tile& a, const Tile& b) { return cost_of(p_, a) > cost_of(p_, b); });
+        int64_t total = 0;
+        for (const Tile& tile : tiles_) total += cost_of(p_, tile) * p_.num_kv_heads;
+        threads_ = std::max<int64_t>(1, std::min(p_.threads, total / LEAST_COST));
+        split_above_ = threads_ > 1 ? total / (threads_ * SHARES) : std::numeric_limits<int64_t>::max();
+        for (size_t t = 0; t < tiles_.size(); t++)
+            for (int64_t head = 0; head < p_.num_kv_heads; head++) add_items(int64_t(t), head);
+    }
+
+    void run() {
+        partials_.resize(size_t(partial_size_));
+        parallel_items(int64_t(items_.size()), threads_, [&](int64_t i) { run_item(items_[size_t(i)]); });
+        parallel_items(int64_t(split_.size()), threads_, [&](int64_t i) { finish(split_[size_t(i)]); });
+    }
+
+   private:
+    void add_items(int64_t t, int64_t head) {
+        const Tile& tile = tiles_[size_t(t)];
+        int64_t first = tile.first_span(), end = tile.end_span();
+        if (end - first == 1 || cost_of(p_, tile) <= split_above_) return items_.push_back({t, head, first, end, -1});
+        split_.push_back({t, head, first, end, partial_size_});
+        for (int64_t span = first; span < end; span++) {
+            items_.push_back({t, head, span, span + 1, partial_size_});
+            partial_size_ += softmax_size(tile);
+        }
+    }
+
+    int64_t softmax_size(const Tile& tile) const {
+        return Softmax::size(tile.num_queries * p_.heads_per_kv(), round_up(p_.head_dim, 16));
+    }
+
+    void run_item(const Item& item) {
+        const Tile& tile = tiles_[size_t(item.tile)];
+        TileAttention<Products> attention(p_, tile, item.kv_head);
+        float* memory = item.is_split() ? partials_.data() + item.partial : result_memory(tile);
+        Softmax result = Softmax::at(memory, attention.rows(), attention.width());
+        result.clear(attention.rows(), attention.width());
+        attention.run(item.first_span, item.end_span, result);
+        if (!item.is_split()) attention.write(result);
+    }
+
+    // The same sums in the same order as TileAttention::run over all spans.
+    void finish(const Item& item) {
+        const Tile& tile = tiles_[size_t(item.tile)];
+        TileAttention<Products> attention(p_, tile, item.kv_head);
+        int64_t rows = attention.rows(), width = attention.width(), partial = item.partial;
+        Softmax result = Softmax::at(result_memory(tile), rows, width);
+        result.clear(rows, width);
+        for (int64_t span = item.first_span; span < item.end_span; span++, partial += softmax_size(tile))
+            result.merge(Softmax::at(partials_.data() + partial, rows, width), rows, width);
+        attention.write(result);
+    }
+
+    float* result_memory(const Tile& tile) const {
+        thread_local AlignedBuffer<float> memory;
+        return memory.at_least(size_t(softmax_size(tile)));
+    }
+
+    const Problem& p_;
+    std::vector<Tile> tiles_;
+    std::vector<Item> items_, split_;
+    std::vector<float> partials_;
+    int64_t partial_size_ = 0, threads_ = 1, split_above_ = 0;
+};
+
+template <class Products>
+void run_batch(const Problem& p) {
+    Batch<Products>(p).run();
+}
+
+#if BATCHINFER_BF16_PRODUCTS
+// Whether the batch was done: bf16 queries over a cache whose values bf16 holds exactly.
+bool run_in_bf16(const Problem& p) {
+    if (p.q_format != BF16) return false;
+    if (p.cache_format == BF16) return run_batch<Bf16Products<Bf16Codes>>(p), true;
+    if (p.cache_format == E4M3) return run_batch<Bf16Products<ByteCodes<E4m3>>>(p), true;
+    if (p.cache_format == E5M2) return run_batch<Bf16Products<ByteCodes<E5m2>>>(p), true;
+    if (p.cache_format == INT8) return run_batch<Bf16Products<ByteCodes<Int8>>>(p), true;
+    return false;
+}
+#else
+bool run_in_bf16(const Problem&) { return false; }
+#endif
+
+}  // namespace
+}  // namespace batchinfer
+
+extern "C" void paged_attention(const batchinfer::Problem* problem) {
+    using namespace batchinfer;
+    if (run_in_bf16(*problem)) return;
+    with_cache_format(problem->cache_format,
+                      [&](auto format) { run_batch<FloatProducts<decltype(format)>>(*problem); });
+}

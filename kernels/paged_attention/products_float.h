@@ -1,0 +1,94 @@
+// Products of attention in float32, for any cache format and any machine. The interface is that of products_bf16.h.
+#pragma once
+
+#include "attention.h"
+
+namespace batchinfer {
+
+// Writes 16 rows of floats as 16 columns: to[d * stride + j] = from[j * width + d] for d < width, width a multiple of 16.
+inline void transpose_rows(const float* from, int64_t width, float* to, int64_t stride) {
+#if defined(__AVX512F__)
+    for (int64_t d = 0; d < width; d += 16) {
+        __m512i rows[16];
+        for (int j = 0; j < 16; j++) rows[j] = _mm512_loadu_si512(from + j * width + d);
+        transpose16(rows);
+        for (int j = 0; j < 16; j++) _mm512_storeu_si512(to + (d + j) * stride, rows[j]);
+    }
+#else
+    for (int64_t d = 0; d < width; d++)
+        for (int j = 0; j < 16; j++) to[d * stride + j] = from[j * width + d];
+#endif
+}
+
+struct FloatMath {
+    using Element = float;
+    static constexpr int PER_ELEMENT = 1;  // values of the summed dimension in an Element
+#if defined(__AVX512F__)
+    static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
+#elif defined(__AVX2__) || defined(__aarch64__)
+    static constexpr int MAX_ROWS = 6, MAX_GROUPS = 1;
+#else
+    static constexpr int MAX_ROWS = 3, MAX_GROUPS = 1;
+#endif
+
+    // c[ROWS, 16 * GROUPS] = c * decay (0 where decay is null) + a[ROWS, steps] b[steps, 16 * GROUPS]
+    template <int ROWS, int GROUPS>
+    static void multiply(const Product<float>& p) {
+        constexpr int N = GROUPS * 16 / LANES;
+        Vec sum[ROWS][N];
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++)
+                sum[r][n] = p.decay ? load_vec(p.c + r * p.c_stride + n * LANES) * p.decay[r] : Vec{};
+        }
+        for (int64_t k = 0; k < p.steps; k++) {
+            Vec b[N];
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) b[n] = load_vec(p.b + k * p.b_stride + n * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                Vec a = splat(p.a[r * p.a_stride + k]);
+#pragma GCC unroll 16
+                for (int n = 0; n < N; n++) sum[r][n] += a * b[n];
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 16
+            for (int n = 0; n < N; n++) store_vec(p.c + r * p.c_stride + n * LANES, sum[r][n]);
+        }
+    }
+};
+
+template <class Format>
+struct FloatProducts : FloatMath {
+    using Math = FloatMath;
+
+    static void pack_query(const float* query, int64_t head_dim, float* to) { std::copy_n(query, head_dim, to); }
+
+    // to[head_dim, CHUNK]
+    static void pack_keys(const Vectors& keys, int groups, int64_t head_dim, float* to, float* scratch) {
+        int64_t width = round_up(head_dim, 16);
+        for (int g = 0; g < groups; g++) {
+            for (int j = 0; j < 16; j++) decode(keys.row[16 * g + j], head_dim, width, scratch + j * width);
+            transpose_rows(scratch, width, to + 16 * g, CHUNK);
+        }
+    }
+
+    // to[16 * groups, padded head_dim]
+    static void pack_values(const Vectors& values, int groups, int64_t head_dim, float* to) {
+        int64_t stride = round_up(head_dim, 64);
+        for (int j = 0; j < 16 * groups; j++) decode(values.row[j], head_dim, round_up(head_dim, 16), to + j * stride);
+    }
+
+    static void pack_weights(const float* weights, int groups, float* to) { std::copy_n(weights, 16 * groups, to); }
+
+   private:
+    static void decode(const char* row, int64_t head_dim, int64_t width, float* to) {
+        load_row<Format>(reinterpret_cast<const typename Format::Storage*>(row), to, head_dim);
+        std::fill(to + head_dim, to + width, 0.0f);
+    }
+};
+
+}  // namespace batchinfer

@@ -1,0 +1,252 @@
+// Attention of one tile of queries of one KV head: chunk by chunk over the keys, with a running softmax.
+//
+// Each row of a tile is computed by the same operations in the same order whatever rows stand beside it and wherever
+// the tile begins: products run over the summed dimension in order, chunks and spans lie at fixed positions, and keys
+// that a row does not see add exact zeros.
+#pragma once
+
+#include "attention.h"
+
+namespace batchinfer {
+
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
+
+// Neighbouring queries of a sequence.
+struct Tile {
+    int64_t sequence, first_token, num_queries;
+    int64_t position;   // of the first query in its sequence
+    int64_t first_key;  // first key that a query sees
+    int64_t end_key;    // one past the last
+
+    int64_t first_span() const { return first_key / SPAN; }
+    int64_t end_span() const { return (end_key + SPAN - 1) / SPAN; }
+};
+
+// A softmax under way: per row the highest score, LANES partial sums of weights, and the weighted sum of values.
+struct Softmax {
+    float* best;      // [rows]
+    float* total;     // [rows, LANES]
+    float* weighted;  // [rows, padded head_dim]
+
+    static int64_t size(int64_t rows, int64_t width) { return rows * (width + LANES + 1); }
+
+    static Softmax at(float* memory, int64_t rows, int64_t width) {
+        return {memory + rows * (width + LANES), memory + rows * width, memory};  // weighted first: it is aligned
+    }
+
+    void clear(int64_t rows, int64_t width) const {
+        std::fill_n(weighted, rows * (width + LANES), 0.0f);
+        std::fill_n(best, rows, LOWEST);
+    }
+
+    // Takes in the softmax over later keys. Into a cleared one that is a copy.
+    void merge(const Softmax& later, int64_t rows, int64_t width) const {
+        for (int64_t r = 0; r < rows; r++) {
+            float highest = later.best[r] > best[r] ? later.best[r] : best[r];
+            float keep = sum_of_exp(best[r] - highest), add = sum_of_exp(later.best[r] - highest);
+            best[r] = highest;
+            blend(total + r * LANES, later.total + r * LANES, LANES, keep, add);
+            blend(weighted + r * width, later.weighted + r * width, width, keep, add);
+        }
+    }
+
+   private:
+    static float sum_of_exp(float x) { return exp_vec(splat(x))[0]; }
+    static void blend(float* to, const float* from, int64_t n, float keep, float add) {
+        for (int64_t i = 0; i < n; i++) to[i] = to[i] * keep + from[i] * add;
+    }
+};
+
+// Splits a product into blocks of rows and groups of 16 columns that fit the registers.
+template <class Math, int ROWS, int GROUPS>
+void multiply_block(int64_t rows, int64_t groups, const Product<typename Math::Element>& p) {
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return multiply_block<Math, ROWS - 1, GROUPS>(rows, groups, p);
+    }
+    if constexpr (GROUPS > 1) {
+        if (groups < GROUPS) return multiply_block<Math, ROWS, GROUPS - 1>(rows, groups, p);
+    }
+    Math::template multiply<ROWS, GROUPS>(p);
+}
+
+template <class Math>
+void multiply_all(int64_t rows, int64_t groups, const Product<typename Math::Element>& p) {
+    for (int64_t g = 0; g < groups; g += Math::MAX_GROUPS) {
+        for (int64_t r = 0; r < rows; r += Math::MAX_ROWS) {
+            Product<typename Math::Element> block = p;
+            block.a += r * p.a_stride, block.b += g * 16, block.c += r * p.c_stride + g * 16;
+            if (p.decay) block.decay += r;
+            multiply_block<Math, Math::MAX_ROWS, Math::MAX_GROUPS>(rows - r, groups - g, block);
+        }
+    }
+}
+
+template <class Products>
+class TileAttention {
+    using Math = typename Products::Math;
+    using Element = typename Math::Element;
+
+   public:
+    TileAttention(const Problem& problem, const Tile& tile, int64_t kv_head)
+        : p_(problem), tile_(tile), head_(kv_head), rows_(tile.num_queries * problem.heads_per_kv()),
+          width_(round_up(problem.head_dim, 16)), steps_(ceil_div(problem.head_dim)) {
+        Memory& m = memory();
+        queries_ = m.queries.at_least(rows_ * steps_);
+        packed_ = m.packed.at_least(round_up(p_.head_dim, 64) * CHUNK);
+        weights_ = m.weights.at_least(rows_ * CHUNK);
+        scratch_ = m.scratch.at_least(16 * width_);
+        scores_ = m.scores.at_least(rows_ * CHUNK);
+        decay_ = m.decay.at_least(rows_);
+        zeros_ = m.zero_row(p_.head_dim);
+        load_queries();
+    }
+
+    // Attention over the keys of spans [first, end), into a cleared softmax.
+    void run(int64_t first, int64_t end, const Softmax& result) {
+        if (end - first == 1) return run_span(first, result);
+        float* memory_of_span = memory().span.at_least(Softmax::size(rows_, width_));
+        Softmax span = Softmax::at(memory_of_span, rows_, width_);
+        for (int64_t s = first; s < end; s++) {
+            span.clear(rows_, width_);
+            run_span(s, span);
+            result.merge(span, rows_, width_);
+        }
+    }
+
+    void write(const Softmax& result) {
+        with_float_format(p_.q_format, [&](auto format) { write_as<decltype(format)>(result); });
+    }
+
+    int64_t rows() const { return rows_; }
+    int64_t width() const { return width_; }
+
+   private:
+    struct Memory {
+        AlignedBuffer<Element> queries, packed, weights;
+        AlignedBuffer<float> scratch, scores, decay, span, zeros;
+
+        const char* zero_row(int64_t head_dim) {
+            float* row = zeros.at_least(head_dim);
+            std::fill_n(row, head_dim, 0.0f);
+            return reinterpret_cast<const char*>(row);
+        }
+    };
+
+    static Memory& memory() {
+        thread_local Memory memory;
+        return memory;
+    }
+
+    static int64_t ceil_div(int64_t n) { return (n + Math::PER_ELEMENT - 1) / Math::PER_ELEMENT; }
+
+    int64_t offset_of(int64_t row, int64_t token_stride, int64_t head_stride) const {
+        int64_t group = p_.heads_per_kv();
+        return (tile_.first_token + row / group) * token_stride + (head_ * group + row % group) * head_stride;
+    }
+
+    void load_queries() {
+        with_float_format(p_.q_format, [&](auto format) {
+            using Format = decltype(format);
+            auto q = static_cast<const typename Format::Storage*>(p_.q);
+            for (int64_t r = 0; r < rows_; r++) {
+                load_row<Format>(q + offset_of(r, p_.q_token_stride, p_.q_head_stride), scratch_, p_.head_dim);
+                Products::pack_query(scratch_, p_.head_dim, queries_ + r * steps_);
+            }
+        });
+    }
+
+    template <class Format>
+    void write_as(const Softmax& result) {
+        auto out = static_cast<typename Format::Storage*>(p_.out);
+        for (int64_t r = 0; r < rows_; r++) {
+            float total = sum_lanes(load_vec(result.total + r * LANES));
+            float* values = result.weighted + r * width_;
+            for (int64_t d = 0; d < p_.head_dim; d++) values[d] /= total;
+            store_row<Format>(values, out + offset_of(r, p_.num_q_heads * p_.head_dim, p_.head_dim), p_.head_dim);
+        }
+    }
+
+    void run_span(int64_t span, const Softmax& result) {
+        int64_t first = std::max(span * SPAN, tile_.first_key / CHUNK * CHUNK);
+        int64_t end = std::min((span + 1) * SPAN, tile_.end_key);
+        if (first < end) locate(first);
+        for (int64_t key = first; key < end; key += CHUNK) {
+            int groups = int((std::min<int64_t>(CHUNK, end - key) + 15) / 16);
+            Products::pack_keys(keys_, groups, p_.head_dim, packed_, scratch_);
+            multiply_all<Math>(rows_, groups, {queries_, steps_, packed_, CHUNK, steps_, scores_, CHUNK, nullptr});
+            for (int64_t r = 0; r < rows_; r++) update_row(r, key, groups, result);
+            Products::pack_values(values_, groups, p_.head_dim, packed_);
+            int64_t steps = 16 * groups / Math::PER_ELEMENT;
+            if (key + CHUNK < end) locate(key + CHUNK);
+            multiply_all<Math>(rows_, width_ / 16, {weights_, CHUNK, packed_, round_up(p_.head_dim, 64), steps,
+                                                        result.weighted, width_, decay_});
+        }
+    }
+
+    // Scores of one row and chunk to weights; the row's softmax moves on.
+    void update_row(int64_t row, int64_t first_key, int groups, const Softmax& result) {
+        float* scores = scores_ + row * CHUNK;
+        int64_t position = tile_.position + row / p_.heads_per_kv();
+        int64_t last = position - first_key;  // in the chunk
+        int64_t first = p_.sliding_window ? last - p_.sliding_window + 1 : 0;
+        Vec scale = splat(float(p_.scale)), best = splat(result.best[row]);
+        int n = 16 * groups;
+        for (int j = 0; j < n; j += LANES) {
+            Vec s = load_vec(scores + j) * scale;
+            store_vec(scores + j, p_.k_scale ? s * load_vec(keys_scale() + j) : s);
+        }
+        constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
+        for (int64_t j = 0; j < std::min<int64_t>(first, n); j++) scores[j] = HIDDEN;
+        for (int64_t j = std::max<int64_t>(last + 1, 0); j < n; j++) scores[j] = HIDDEN;
+        for (int j = 0; j < n; j += LANES) best = max_vec(load_vec(scores + j), best);
+        float highest = max_lanes(best);
+        float decay = exp_vec(splat(result.best[row] - highest))[0];
+        Vec total = load_vec(result.total + row * LANES) * decay;
+        for (int j = 0; j < n; j += LANES) {
+            Vec weight = exp_vec(load_vec(scores + j) - highest);
+            total += weight;
+            store_vec(scores + j, p_.v_scale ? weight * load_vec(values_.scale + j) : weight);
+        }
+        Products::pack_weights(scores, groups, weights_ + row * CHUNK);
+        store_vec(result.total + row * LANES, total);
+        result.best[row] = highest, decay_[row] = decay;
+    }
+
+    const float* keys_scale() const { return keys_.scale; }
+
+    // Finds the keys of a chunk in the blocks, and asks the memory for them.
+    void locate(int64_t first_key) {
+        int64_t row_bytes = p_.head_dim * bytes_of(p_.cache_format);
+        std::fill_n(keys_.row, CHUNK, zeros_), std::fill_n(values_.row, CHUNK, zeros_);
+        std::fill_n(keys_.scale, CHUNK, 0.0f), std::fill_n(values_.scale, CHUNK, 0.0f);
+        int64_t end = std::min(first_key + CHUNK, tile_.end_key);
+        for (int64_t key = std::max(first_key, tile_.first_key); key < end;) {
+            int64_t block = p_.block_table[tile_.sequence * p_.max_blocks + key / p_.block_size];
+            int64_t offset = key % p_.block_size, run = std::min(p_.block_size - offset, end - key);
+            int64_t index = (block * p_.num_kv_heads + head_) * p_.block_size + offset, place = key - first_key;
+            for (int64_t i = 0; i < run; i++) {
+                keys_.row[place + i] = p_.k_cache + (index + i) * row_bytes;
+                values_.row[place + i] = p_.v_cache + (index + i) * row_bytes;
+            }
+            if (p_.k_scale) std::copy_n(p_.k_scale + index, run, keys_.scale + place);
+            if (p_.v_scale) std::copy_n(p_.v_scale + index, run, values_.scale + place);
+            prefetch(p_.k_cache + index * row_bytes, run * row_bytes);
+            prefetch(p_.v_cache + index * row_bytes, run * row_bytes);
+            key += run;
+        }
+    }
+
+    static void prefetch(const char* from, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    }
+
+    const Problem& p_;
+    const Tile tile_;
+    const int64_t head_, rows_, width_, steps_;
+    Element *queries_, *packed_, *weights_;  // [rows, steps], one chunk of keys or values, [rows, CHUNK]
+    float *scratch_, *scores_, *decay_;      // [16, width], [rows, CHUNK], [rows]
+    const char* zeros_;
+    Vectors keys_, values_;
+};
+
+}  // namespace batchinfer
