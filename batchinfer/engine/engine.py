@@ -86,9 +86,15 @@ class Engine:
         self._scheduler.add(sequence)
 
     def drop_unstarted(self) -> None:
-        """Forgets the requests of which no token has been computed; they get no Result."""
+        """Forgets the requests of rows of which no token has been computed; they get no Result. A row's first sample is
+        the first to start."""
+        unstarted = {
+            (request_id.shard, request_id.row)
+            for request_id, completion in self._completions.items()
+            if request_id.sample == 0 and completion.sequence.first_scheduled_time is None
+        }
         for request_id, completion in list(self._completions.items()):
-            if completion.sequence.first_scheduled_time is None:
+            if (request_id.shard, request_id.row) in unstarted:
                 self._scheduler.abort(completion.sequence)
                 del self._completions[request_id]
 
