@@ -9,8 +9,11 @@ import torch
 from batchinfer.kernels.paged_attention import paged_attention
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
+@pytest.fixture(autouse=True, params=["reference", "as dispatched"])
+def _one_thread(request, monkeypatch):
+    """The specification itself is tested also where a native backend stands before it."""
+    if request.param == "reference":
+        monkeypatch.setattr("batchinfer.kernels.paged_attention.cpu.can_run", lambda *tensors: False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
