@@ -5,7 +5,6 @@ from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 
 import torch
-
 from batchinfer.kernels.common import native
 
 _KINDS = {"silu": 0, "gelu_tanh": 1}  # as Kind in cpu.cpp; torch's error function is vectorised already

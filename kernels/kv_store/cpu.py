@@ -6,7 +6,6 @@ from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 
 import torch
-
 from batchinfer.kernels.common import native
 from batchinfer.kernels.common.native import address
 

@@ -40,10 +40,10 @@ int64_t cost_of(const Problem& p, const Tile& tile) {
     return (tile.end_key - tile.first_key) * (tile.num_queries * p.heads_per_kv() + PACKING_ROWS);
 }
 
-template <class Products>
+template <class Math>
 class Batch {
    public:
-    explicit Batch(const Problem& problem) : p_(problem), tiles_(make_tiles(problem)) {
+    Batch(const Problem& problem, const Layout<Math>& layout) : p_(problem), layout_(layout), tiles_(make_tiles(problem)) {
         std::stable_sort(tiles_.begin(), tiles_.end(),
                          [&](const Tile& a, const Tile& b) { return cost_of(p_, a) > cost_of(p_, b); });
         int64_t total = 0;
@@ -78,7 +78,7 @@ class Batch {
 
     void run_item(const Item& item) {
         const Tile& tile = tiles_[size_t(item.tile)];
-        TileAttention<Products> attention(p_, tile, item.kv_head);
+        TileAttention<Math> attention(p_, layout_, tile, item.kv_head);
         float* memory = item.is_split() ? partials_.data() + item.partial : result_memory(tile);
         Softmax result = Softmax::at(memory, attention.rows(), attention.width());
         result.clear(attention.rows(), attention.width());
@@ -89,7 +89,7 @@ class Batch {
     // The same sums in the same order as TileAttention::run over all spans.
     void finish(const Item& item) {
         const Tile& tile = tiles_[size_t(item.tile)];
-        TileAttention<Products> attention(p_, tile, item.kv_head);
+        TileAttention<Math> attention(p_, layout_, tile, item.kv_head);
         int64_t rows = attention.rows(), width = attention.width(), partial = item.partial;
         Softmax result = Softmax::at(result_memory(tile), rows, width);
         result.clear(rows, width);
@@ -104,37 +104,40 @@ class Batch {
     }
 
     const Problem& p_;
+    const Layout<Math> layout_;
     std::vector<Tile> tiles_;
     std::vector<Item> items_, split_;
     std::vector<float> partials_;
     int64_t partial_size_ = 0, threads_ = 1, split_above_ = 0;
 };
 
-template <class Products>
-void run_batch(const Problem& p) {
-    Batch<Products>(p).run();
-}
-
 #if BATCHINFER_BF16_PRODUCTS
 // Whether the batch was done: bf16 queries over a cache whose values bf16 holds exactly.
 bool run_in_bf16(const Problem& p) {
-    if (p.q_format != BF16) return false;
-    if (p.cache_format == BF16) return run_batch<Bf16Products<Bf16Codes>>(p), true;
-    if (p.cache_format == E4M3) return run_batch<Bf16Products<ByteCodes<E4m3>>>(p), true;
-    if (p.cache_format == E5M2) return run_batch<Bf16Products<ByteCodes<E5m2>>>(p), true;
-    if (p.cache_format == INT8) return run_batch<Bf16Products<ByteCodes<Int8>>>(p), true;
-    return false;
+    using Layout = batchinfer::Layout<Bf16Math>;
+    if (p.q_format != BF16 || p.cache_format == FP32 || p.cache_format == FP16) return false;
+    Layout layout = p.cache_format == BF16   ? Layout::of<Bf16Layout<Bf16Codes>>()
+                    : p.cache_format == E4M3 ? Layout::of<Bf16Layout<ByteCodes<E4m3>>>()
+                    : p.cache_format == E5M2 ? Layout::of<Bf16Layout<ByteCodes<E5m2>>>()
+                                             : Layout::of<Bf16Layout<ByteCodes<Int8>>>();
+    Batch<Bf16Math>(p, layout).run();
+    return true;
 }
 #else
 bool run_in_bf16(const Problem&) { return false; }
 #endif
+
+void run_in_float(const Problem& p) {
+    Layout<FloatMath> layout;
+    with_cache_format(p.cache_format,
+                      [&](auto format) { layout = Layout<FloatMath>::of<FloatLayout<decltype(format)>>(); });
+    Batch<FloatMath>(p, layout).run();
+}
 
 }  // namespace
 }  // namespace batchinfer
 
 extern "C" void paged_attention(const batchinfer::Problem* problem) {
     using namespace batchinfer;
-    if (run_in_bf16(*problem)) return;
-    with_cache_format(problem->cache_format,
-                      [&](auto format) { run_batch<FloatProducts<decltype(format)>>(*problem); });
+    if (!run_in_bf16(*problem)) run_in_float(*problem);
 }

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-
 from batchinfer.kernels.common import native
 from batchinfer.kernels.common.native import address
 

@@ -130,6 +130,19 @@ struct Bf16Math {
     static constexpr int PER_ELEMENT = 2;
     static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
 
+    // query holds bf16 values, so that the rounding is exact.
+    static void pack_query(const float* query, int64_t head_dim, uint32_t* to) {
+        store_row<Bf16>(query, reinterpret_cast<uint16_t*>(to), head_dim);
+        if (head_dim % 2) reinterpret_cast<uint16_t*>(to)[head_dim] = 0;
+    }
+
+    static void pack_weights(const float* weights, int groups, uint32_t* to) {
+        for (int g = 0; g < groups; g++) {
+            __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + 16 * g));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * g), (__m256i)rounded);
+        }
+    }
+
     // c[ROWS, 16 * GROUPS] = c * decay (0 where decay is null) + a[ROWS, steps] b[steps, 16 * GROUPS]
     template <int ROWS, int GROUPS>
     static void multiply(const Product<uint32_t>& p) {
@@ -161,16 +174,9 @@ struct Bf16Math {
     }
 };
 
+// Lays out a chunk of a cache in one format.
 template <class Codes>
-struct Bf16Products : Bf16Math {
-    using Math = Bf16Math;
-
-    // query holds bf16 values, so that the rounding is exact.
-    static void pack_query(const float* query, int64_t head_dim, uint32_t* to) {
-        store_row<Bf16>(query, reinterpret_cast<uint16_t*>(to), head_dim);
-        if (head_dim % 2) reinterpret_cast<uint16_t*>(to)[head_dim] = 0;
-    }
-
+struct Bf16Layout {
     static void pack_keys(const Vectors& keys, int groups, int64_t head_dim, uint32_t* to, float*) {
         for (int g = 0; g < groups; g++) Codes::pack_keys(keys.row + 16 * g, head_dim, to + 16 * g);
     }
@@ -179,13 +185,6 @@ struct Bf16Products : Bf16Math {
         int64_t stride = round_up(head_dim, 64);
         for (int j = 0; j < 8 * groups; j++)
             Codes::pack_values(values.row[2 * j], values.row[2 * j + 1], head_dim, to + j * stride);
-    }
-
-    static void pack_weights(const float* weights, int groups, uint32_t* to) {
-        for (int g = 0; g < groups; g++) {
-            __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + 16 * g));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * g), (__m256i)rounded);
-        }
     }
 };
 

@@ -31,6 +31,10 @@ struct FloatMath {
     static constexpr int MAX_ROWS = 3, MAX_GROUPS = 1;
 #endif
 
+    static void pack_query(const float* query, int64_t head_dim, float* to) { std::copy_n(query, head_dim, to); }
+
+    static void pack_weights(const float* weights, int groups, float* to) { std::copy_n(weights, 16 * groups, to); }
+
     // c[ROWS, 16 * GROUPS] = c * decay (0 where decay is null) + a[ROWS, steps] b[steps, 16 * GROUPS]
     template <int ROWS, int GROUPS>
     static void multiply(const Product<float>& p) {
@@ -61,12 +65,9 @@ struct FloatMath {
     }
 };
 
+// Lays out a chunk of a cache in one format.
 template <class Format>
-struct FloatProducts : FloatMath {
-    using Math = FloatMath;
-
-    static void pack_query(const float* query, int64_t head_dim, float* to) { std::copy_n(query, head_dim, to); }
-
+struct FloatLayout {
     // to[head_dim, CHUNK]
     static void pack_keys(const Vectors& keys, int groups, int64_t head_dim, float* to, float* scratch) {
         int64_t width = round_up(head_dim, 16);
@@ -81,8 +82,6 @@ struct FloatProducts : FloatMath {
         int64_t stride = round_up(head_dim, 64);
         for (int j = 0; j < 16 * groups; j++) decode(values.row[j], head_dim, round_up(head_dim, 16), to + j * stride);
     }
-
-    static void pack_weights(const float* weights, int groups, float* to) { std::copy_n(weights, 16 * groups, to); }
 
    private:
     static void decode(const char* row, int64_t head_dim, int64_t width, float* to) {

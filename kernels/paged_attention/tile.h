@@ -81,14 +81,26 @@ void multiply_all(int64_t rows, int64_t groups, const Product<typename Math::Ele
     }
 }
 
-template <class Products>
+// How the keys and values of a cache are laid out for Math's products.
+template <class Math>
+struct Layout {
+    using Element = typename Math::Element;
+    void (*pack_keys)(const Vectors& keys, int groups, int64_t head_dim, Element* to, float* scratch);
+    void (*pack_values)(const Vectors& values, int groups, int64_t head_dim, Element* to);
+
+    template <class Packer>
+    static Layout of() {
+        return {Packer::pack_keys, Packer::pack_values};
+    }
+};
+
+template <class Math>
 class TileAttention {
-    using Math = typename Products::Math;
     using Element = typename Math::Element;
 
    public:
-    TileAttention(const Problem& problem, const Tile& tile, int64_t kv_head)
-        : p_(problem), tile_(tile), head_(kv_head), rows_(tile.num_queries * problem.heads_per_kv()),
+    TileAttention(const Problem& problem, const Layout<Math>& layout, const Tile& tile, int64_t kv_head)
+        : p_(problem), layout_(layout), tile_(tile), head_(kv_head), rows_(tile.num_queries * problem.heads_per_kv()),
           width_(round_up(problem.head_dim, 16)), steps_(ceil_div(problem.head_dim)) {
         Memory& m = memory();
         queries_ = m.queries.at_least(rows_ * steps_);
@@ -150,7 +162,7 @@ class TileAttention {
             auto q = static_cast<const typename Format::Storage*>(p_.q);
             for (int64_t r = 0; r < rows_; r++) {
                 load_row<Format>(q + offset_of(r, p_.q_token_stride, p_.q_head_stride), scratch_, p_.head_dim);
-                Products::pack_query(scratch_, p_.head_dim, queries_ + r * steps_);
+                Math::pack_query(scratch_, p_.head_dim, queries_ + r * steps_);
             }
         });
     }
@@ -172,10 +184,10 @@ class TileAttention {
         if (first < end) locate(first);
         for (int64_t key = first; key < end; key += CHUNK) {
             int groups = int((std::min<int64_t>(CHUNK, end - key) + 15) / 16);
-            Products::pack_keys(keys_, groups, p_.head_dim, packed_, scratch_);
+            layout_.pack_keys(keys_, groups, p_.head_dim, packed_, scratch_);
             multiply_all<Math>(rows_, groups, {queries_, steps_, packed_, CHUNK, steps_, scores_, CHUNK, nullptr});
             for (int64_t r = 0; r < rows_; r++) update_row(r, key, groups, result);
-            Products::pack_values(values_, groups, p_.head_dim, packed_);
+            layout_.pack_values(values_, groups, p_.head_dim, packed_);
             int64_t steps = 16 * groups / Math::PER_ELEMENT;
             if (key + CHUNK < end) locate(key + CHUNK);
             multiply_all<Math>(rows_, width_ / 16, {weights_, CHUNK, packed_, round_up(p_.head_dim, 64), steps,
@@ -207,7 +219,7 @@ class TileAttention {
             total += weight;
             store_vec(scores + j, p_.v_scale ? weight * load_vec(values_.scale + j) : weight);
         }
-        Products::pack_weights(scores, groups, weights_ + row * CHUNK);
+        Math::pack_weights(scores, groups, weights_ + row * CHUNK);
         store_vec(result.total + row * LANES, total);
         result.best[row] = highest, decay_[row] = decay;
     }
@@ -241,6 +253,7 @@ class TileAttention {
     }
 
     const Problem& p_;
+    const Layout<Math> layout_;
     const Tile tile_;
     const int64_t head_, rows_, width_, steps_;
     Element *queries_, *packed_, *weights_;  // [rows, steps], one chunk of keys or values, [rows, CHUNK]

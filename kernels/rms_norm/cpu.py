@@ -5,7 +5,6 @@ from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 
 import torch
-
 from batchinfer.kernels.common import native
 
 
