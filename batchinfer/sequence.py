@@ -21,6 +21,7 @@ class Sequence:
 
     request: Request
     arrival_time: float  # seconds, time.monotonic; when it entered the waiting queue
+    cache_domain: str = ""  # what its KV depends on beside the tokens, see cache.block_pool.key_domain
 
     output_token_ids: list[int] = field(default_factory=list)  # confirmed; written by Scheduler.commit
     token_times: "array[float]" = field(default_factory=lambda: array("d"))  # seconds; one a confirmed token

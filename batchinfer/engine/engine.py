@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from batchinfer.cache.block_pool import BlockPool
+from batchinfer.cache.block_pool import BlockPool, key_domain
 from batchinfer.config import SchedulerConfig
 from batchinfer.engine.completion import Completion, error_result
 from batchinfer.engine.model_runner import Model, ModelRunner, StepHandle, StepOutput
@@ -26,6 +26,7 @@ class Engine:
     """One model on one device.
 
     eos_token_ids: any of them ends a sequence. max_model_len: prompt and completion of a request fit in it.
+    rope_length_threshold: the KV of longer prompts depends on their length, so only equally long ones share it.
     max_steps_in_flight: steps submitted before the first is awaited.
     Raises ValueError where the block pool cannot hold one sequence of max_model_len.
     """
@@ -40,6 +41,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_steps_in_flight: int = 1,
+        rope_length_threshold: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         capacity = block_pool.num_blocks * block_pool.block_size
@@ -52,6 +54,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._max_steps_in_flight = max_steps_in_flight
+        self._rope_length_threshold = rope_length_threshold
         self._clock = clock
         self._scheduler = Scheduler(scheduler_config, block_pool, max_steps_in_flight, clock)
         self._runner = ModelRunner(
@@ -79,11 +82,16 @@ class Engine:
         except RowError as error:
             self._results.append(error_result(request, error.code, error.message))
             return
-        sequence = Sequence(request, self._clock() if arrival_time is None else arrival_time)
+        now = self._clock() if arrival_time is None else arrival_time
+        sequence = Sequence(request, now, self._cache_domain(request.num_prompt_tokens))
         completion = Completion(sequence, self._eos_token_ids, self._tokenizer)
         if self._completions.setdefault(request.id, completion) is not completion:
             raise ValueError(f"request {request.id} is running already")
         self._scheduler.add(sequence)
+
+    def _cache_domain(self, prompt_len: int) -> str:
+        threshold = self._rope_length_threshold
+        return "" if threshold is None or prompt_len <= threshold else key_domain(prompt_len=str(prompt_len))
 
     def drop_unstarted(self) -> None:
         """Forgets the requests of rows of which no token has been computed; they get no Result. A row's first sample is

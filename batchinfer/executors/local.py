@@ -52,7 +52,16 @@ def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], No
     ends = eos_token_ids(files.path)
     if tokenizer.eos_token_id is not None:
         ends |= {tokenizer.eos_token_id}
-    engine = Engine(decoder, cache, pool, tokenizer, config.scheduler, ends, size.max_model_len)
+    engine = Engine(
+        decoder,
+        cache,
+        pool,
+        tokenizer,
+        config.scheduler,
+        ends,
+        size.max_model_len,
+        rope_length_threshold=decoder.spec.rope.length_threshold,
+    )
     return LocalEngine(engine, tokenizer, device, cache.nbytes)
 
 

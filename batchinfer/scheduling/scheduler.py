@@ -163,7 +163,8 @@ class Scheduler:
         if self._refused and self._refused[0] is sequence and num_free < self._refused[1] and not is_alone:
             return None
         # At least the last token is computed, for its logits; where all positions' logits are wanted, all are.
-        cached = [] if sequence.request.params.prompt_logprobs else self._pool.match_prefix(token_ids[:-1])
+        reads_cache = not sequence.request.params.prompt_logprobs
+        cached = self._pool.match_prefix(token_ids[:-1], sequence.cache_domain) if reads_cache else []
         num_new = self._pool.num_blocks_for(len(token_ids)) - len(cached)
         wanted = num_new + (0 if is_alone else self._watermark)
         if wanted > self._pool.num_free_blocks:
@@ -292,4 +293,4 @@ class Scheduler:
             assert sequence is not None
             tokens = token_slice(sequence, first * size, stop * size)
             parent = blocks[first - 1] if first else None
-            self._pool.register(blocks[first:stop], tokens, len(tokens), parent=parent)
+            self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)

@@ -77,7 +77,9 @@ def make_engine(
         cache.value(layer).fill_(torch.nan)
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-    return Engine(decoder, cache, pool, PieceTokenizer(), config, frozenset(), 50), pool
+    threshold = decoder.spec.rope.length_threshold
+    engine = Engine(decoder, cache, pool, PieceTokenizer(), config, frozenset(), 50, rope_length_threshold=threshold)
+    return engine, pool
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +146,23 @@ def test_rows_beside_a_broken_one_are_unchanged(oracle, prompts, expected, max_n
     for request in broken:
         assert (results[request.id].finish_reason, results[request.id].error_code) == ("error", ErrorCode.NUMERICAL)
     assert [results[request.id].token_ids for request in healthy] == expected
+
+
+def test_prompts_whose_rope_depends_on_their_length_share_only_equal_kv(oracle):
+    config = LlamaConfig(
+        **{
+            **oracle.config.to_dict(),
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        }
+    )
+    decoder = make_decoder(LlamaForCausalLM(config).eval())
+    common = np.random.default_rng(5).integers(0, VOCAB, 20).tolist()
+    endings = ([0], list(range(9)), [0])  # the first and the last are equally long
+    requests = [make_request(i, common + ending, 6) for i, ending in enumerate(endings)]
+    together = run(make_engine(decoder, max_num_seqs=1)[0], requests)
+    for request in requests:
+        alone = run(make_engine(decoder, enable_prefix_caching=False)[0], [request])
+        assert together[request.id].token_ids == alone[request.id].token_ids
+    cached = [together[request.id].cached_prompt_tokens for request in requests]
+    assert cached == [0, 0, 20]
