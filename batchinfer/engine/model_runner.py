@@ -4,6 +4,7 @@ touches the model and the device.
 Memory beside the model's activations: at most max(1, 2**25 // vocab_size) rows of logits at once (128 MiB of float32),
 and what sampling and prompt scores say of themselves."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from batchinfer.engine.input_builder import ForwardBatch, build_forward_batch
 from batchinfer.engine.persistent_batch import PersistentBatch, StepInputs
 from batchinfer.engine.prompt_scores import score_tokens
 from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.step_halves import halves
 from batchinfer.errors import BatchInferError
 from batchinfer.request import Request, RequestId, TokenLogprob
 from batchinfer.scheduler_output import SchedulerOutput, StepResult
@@ -94,6 +96,7 @@ class ModelRunner:
         self._requests: list[Request | None] = [None] * max_num_seqs  # by slot, of the latest sequence there
         self._scores_prompt = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # by slot
+        self._most_tokens: float = math.inf  # of one forward pass; halved where the device has no memory for it
 
     def submit(self, output: SchedulerOutput) -> StepHandle:
         """Raises BatchInferError where the device fails or has no memory left."""
@@ -112,10 +115,21 @@ class ModelRunner:
             self._prompt_lens[started.slot] = started.request.num_prompt_tokens
 
     def _run(self, output: SchedulerOutput) -> StepOutput:
+        """Runs the step whole, or in halves where the device has no memory for the whole."""
+        if output.num_tokens <= self._most_tokens:
+            try:
+                return self._run_whole(output)
+            except _ForwardOutOfMemory as error:
+                if output.num_tokens < 2:
+                    raise error.cause from None
+                self._most_tokens = output.num_tokens // 2
+        return _join(output, [self._run(half) for half in halves(output)])
+
+    def _run_whole(self, output: SchedulerOutput) -> StepOutput:
         watch = _Stopwatch()
         inputs = self._batch.build(output)
         batch = build_forward_batch(inputs, self._prompt_lens[output.slots], self._model.device)
-        hidden = self._model.forward(batch, self._cache, batch.prompt_lens)
+        hidden = self._forward(batch)
         is_finite = _finite_sequences(hidden, inputs.cu_seqlens_q)
         token_ids = np.full(len(output.slots), -1, np.int32)
         logprobs: dict[RequestId, TokenLogprob] = {}
@@ -136,6 +150,15 @@ class ModelRunner:
         result = StepResult(output.step_id, token_ids, is_finite)
         return StepOutput(result, logprobs, scores, forward_s, sample_s + watch.lap())
 
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Repeatable, other than what follows it: it only writes KV."""
+        try:
+            return self._model.forward(batch, self._cache, batch.prompt_lens)
+        except (MemoryError, RuntimeError) as error:
+            if _is_out_of_memory(error):
+                raise _ForwardOutOfMemory(error.with_traceback(None)) from None  # its frames hold the activations
+            raise
+
     def _request(self, slot: np.int32) -> Request:
         request = self._requests[slot]
         assert request is not None
@@ -153,6 +176,26 @@ class ModelRunner:
                 token_ids = torch.from_numpy(targets).to(self._model.device)
                 values = score_tokens(self._model.compute_logits, rows, token_ids, self._model.vocab_size)
                 yield request.id, start, values.cpu().numpy()
+
+
+class _ForwardOutOfMemory(Exception):
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+
+def _join(output: SchedulerOutput, parts: list[StepOutput]) -> StepOutput:
+    """The outcome of a step that ran in parts, which are sequences, or tokens where it has one sequence."""
+    token_ids = np.concatenate([part.result.token_ids for part in parts])
+    is_finite = np.concatenate([part.result.is_finite for part in parts])
+    if len(output.slots) == 1:
+        token_ids, is_finite = token_ids[-1:], np.array([is_finite.all()])
+    return StepOutput(
+        StepResult(output.step_id, token_ids, is_finite),
+        {request_id: entry for part in parts for request_id, entry in part.logprobs.items()},
+        [scores for part in parts for scores in part.prompt_scores],
+        sum(part.forward_s for part in parts),
+        sum(part.sample_s for part in parts),
+    )
 
 
 class _Stopwatch:
@@ -177,13 +220,17 @@ def _device_errors(output: SchedulerOutput) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         step = f"a step of {output.num_tokens} tokens in {len(output.slots)} sequences"
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text:
+        if _is_out_of_memory(error):
             raise BatchInferError(
                 f"out of memory in {step} ({text}): lower --max-num-batched-tokens, --max-num-seqs or --kv-cache-memory"
             ) from error
         if isinstance(error, torch.AcceleratorError):
             raise BatchInferError(f"the device failed in {step}: {text}") from error
         raise
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _finite_sequences(hidden: Tensor, cu_seqlens_q: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:

@@ -353,3 +353,33 @@ def test_a_fault_of_the_program_stays_itself():
     engine.add(make_request(0, [1, 2, 3], 5))
     with pytest.raises(RuntimeError, match="mat1"):
         engine.step()
+
+
+class ScarceModel(StandInModel):
+    """Has memory for a few tokens at once."""
+
+    def __init__(self, block_size: int, most_tokens: int) -> None:
+        super().__init__(block_size)
+        self.most_tokens = most_tokens
+        self.sizes: list[int] = []
+
+    def forward(self, batch, cache, prompt_lens):
+        self.sizes.append(len(batch.token_ids))
+        if len(batch.token_ids) > self.most_tokens:
+            raise torch.OutOfMemoryError("no memory for the activations")
+        return super().forward(batch, cache, prompt_lens)
+
+
+@pytest.mark.parametrize("most_tokens", [1, 5, 20])
+def test_a_step_without_memory_is_cut_and_later_ones_are_smaller(most_tokens):
+    model = ScarceModel(4, most_tokens)
+    scarce, expected = run(make_engine(model=model)[0], mixed_requests()), run(make_engine()[0], mixed_requests())
+    for request_id, result in expected.items():
+        assert scarce[request_id].token_ids == result.token_ids
+        assert scarce[request_id].logprobs == result.logprobs
+    assert 0 < sum(size > most_tokens for size in model.sizes) <= 6  # from 64 tokens down to 1 in halves
+
+
+def test_no_memory_for_one_token_ends_the_job_in_one_line():
+    with pytest.raises(BatchInferError, match=r"out of memory in a step of .* lower --max-num-batched-tokens"):
+        run(make_engine(model=ScarceModel(4, 0))[0], mixed_requests())
