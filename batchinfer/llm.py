@@ -1,5 +1,6 @@
 """The engine from Python: `LLM(...).generate(prompts, params)`, with run's options by the same names."""
 
+import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -99,13 +100,17 @@ class LLM:
 
 
 def _config(options: Mapping[str, Any]) -> JobConfig:
-    members = {member.name: member for _, member in iter_options()}
+    members = {member.name: member for _, member in iter_options() if member.name not in _OF_FILES}
     values = {}
     for name, value in options.items():
-        if name not in members or name in _OF_FILES:
-            raise UsageError(
-                f"LLM has no option {name!r}; those of `batchinfer run` about model, cache and sampling fit"
+        if name not in members:
+            near = difflib.get_close_matches(name, members, n=1)
+            meant = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else "those of `batchinfer run` about model, cache and sampling fit"
             )
+            raise UsageError(f"LLM has no option {name!r}; {meant}")
         try:
             values[name] = value if value is None else coerce(members[name], value)
         except (ValueError, TypeError) as error:

@@ -52,8 +52,6 @@ def test_a_signal_ends_the_job_in_order_and_the_same_command_carries_on(
     assert stats["rows_resumed"] == answered
 
 
-
-
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_job_at_once(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, long_job: list[object], second: signal.Signals

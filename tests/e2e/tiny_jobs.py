@@ -22,28 +22,43 @@ TIMES = (
 )  # what may differ between two runs of a job
 
 
-def save_tiny_model(path: Path, adds_bos: bool = True, **fields: Any) -> Path:
-    """A model directory; fields: of its config."""
+def save_tiny_model(path: Path, adds_bos: bool = True, hidden_size: int = 64) -> Path:
+    """A directory as Hugging Face saves a Llama of two layers: heads of 16, half as many for keys and values."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
 
-    torch.manual_seed(0)
-    sizes = {
+    heads, width = hidden_size // 16, 3 * hidden_size // 2
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
+        "hidden_size": hidden_size,
+        "intermediate_size": width,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
         "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.3,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
     }
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | fields))).float()
-    model.save_pretrained(path)
+    shapes = {"model.embed_tokens": (VOCAB_SIZE, hidden_size), "lm_head": (VOCAB_SIZE, hidden_size)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.self_attn.{name}_proj": (hidden_size, hidden_size) for name in "qo"}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (hidden_size // 2, hidden_size) for name in "kv"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (width, hidden_size) for name in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": (hidden_size, width)}
+    noise = torch.Generator().manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(shape, generator=noise) * 0.3 for name, shape in shapes.items()}
+    norms = ["model.norm"]
+    norms += [f"model.layers.{i}.{name}_layernorm" for i in range(2) for name in ("input", "post_attention")]
+    weights |= {f"{name}.weight": 1 + torch.randn(hidden_size, generator=noise) * 0.2 for name in norms}
     save_byte_level(path, adds_bos, LLAMA3_TEMPLATE)
-    (path / "generation_config.json").unlink(missing_ok=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
 
 
