@@ -206,14 +206,14 @@ class AlignedBuffer {
     size_t size_ = 0;
 };
 
-// body(i) for i in [0, n), whichever thread is free taking the next.
+// body(i) for i in [0, n), whichever thread is free taking the next `grain` of them.
 template <class Body>
-void parallel_items(int64_t n, int64_t threads, const Body& body) {
+void parallel_items(int64_t n, int64_t threads, int64_t grain, const Body& body) {
     if (threads <= 1 || n <= 1) {
         for (int64_t i = 0; i < n; i++) body(i);
         return;
     }
-#pragma omp parallel for num_threads(int(threads)) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(int(threads)) schedule(dynamic, grain)
     for (int64_t i = 0; i < n; i++) body(i);
 }
 
@@ -222,7 +222,7 @@ template <class Body>
 void parallel_rows(int64_t n, int64_t row_work, int64_t threads, const Body& body) {
     constexpr int64_t LEAST_WORK = 16384;  // elements; some 5 us, what waking a thread costs
     int64_t parts = std::max<int64_t>(1, std::min({threads, n, n * row_work / LEAST_WORK}));
-    parallel_items(parts, parts, [&](int64_t part) { body(n * part / parts, n * (part + 1) / parts); });
+    parallel_items(parts, parts, 1, [&](int64_t part) { body(n * part / parts, n * (part + 1) / parts); });
 }
 
 }  // namespace batchinfer

@@ -6,6 +6,7 @@
 namespace batchinfer {
 
 constexpr int CHUNK = 64;          // keys that are laid out and multiplied at once; chunks start at multiples of it
+constexpr int GROUP = 16;          // keys that are laid out at a time
 constexpr int64_t SPAN = 8 * CHUNK;  // keys that share one running softmax; spans start at multiples of it
 constexpr int64_t TILE_ROWS = 96;  // most rows (queries x query heads of one KV head) of a tile, where a query has fewer
 
@@ -34,10 +35,10 @@ struct Problem {
     int64_t heads_per_kv() const { return num_q_heads / num_kv_heads; }
 };
 
-// Where the keys (or values) of a chunk lie; places outside of the sequence or of every query's sight point to zeros.
-struct Vectors {
-    const char* row[CHUNK];
-    float scale[CHUNK];
+// Where the keys and values of a chunk lie; places outside of the sequence or of every query's sight point to zeros.
+struct Chunk {
+    const char *keys[CHUNK], *values[CHUNK];
+    float key_scales[CHUNK], value_scales[CHUNK];
 };
 
 // c[rows, n] = c * decay (per row; 0 where null) + a[rows, steps] b[steps, n]. Strides in elements.

@@ -56,8 +56,14 @@ class Batch {
 
     void run() {
         partials_.resize(size_t(partial_size_));
-        parallel_items(int64_t(items_.size()), threads_, [&](int64_t i) { run_item(items_[size_t(i)]); });
-        parallel_items(int64_t(split_.size()), threads_, [&](int64_t i) { finish(split_[size_t(i)]); });
+        int64_t n = int64_t(items_.size());
+        // a tile's heads lie side by side in the cache, so one thread takes them all where there are plenty
+        int64_t grain = n >= threads_ * SHARES * p_.num_kv_heads ? p_.num_kv_heads : 1;
+        parallel_items(n, threads_, grain, [&](int64_t i) {
+            int64_t next = (i + 1) % grain ? i + 1 : i + 1 + (threads_ - 1) * grain;
+            run_item(items_[size_t(i)], items_[size_t(std::min(next, n - 1))]);
+        });
+        parallel_items(int64_t(split_.size()), threads_, 1, [&](int64_t i) { finish(split_[size_t(i)]); });
     }
 
    private:
@@ -76,13 +82,17 @@ class Batch {
         return Softmax::size(tile.num_queries * p_.heads_per_kv(), round_up(p_.head_dim, 16));
     }
 
-    void run_item(const Item& item) {
+    Place first_place(const Item& item) const {
+        return Place::of(tiles_[size_t(item.tile)], item.kv_head, item.first_span);
+    }
+
+    void run_item(const Item& item, const Item& next) {
         const Tile& tile = tiles_[size_t(item.tile)];
         TileAttention<Math> attention(p_, layout_, tile, item.kv_head);
         float* memory = item.is_split() ? partials_.data() + item.partial : result_memory(tile);
         Softmax result = Softmax::at(memory, attention.rows(), attention.width());
         result.clear(attention.rows(), attention.width());
-        attention.run(item.first_span, item.end_span, result);
+        attention.run(item.first_span, item.end_span, result, first_place(next));
         if (!item.is_split()) attention.write(result);
     }
 

@@ -174,17 +174,16 @@ struct Bf16Math {
     }
 };
 
-// Lays out a chunk of a cache in one format.
+// Lays out vectors of a cache in one format.
 template <class Codes>
 struct Bf16Layout {
-    static void pack_keys(const Vectors& keys, int groups, int64_t head_dim, uint32_t* to, float*) {
-        for (int g = 0; g < groups; g++) Codes::pack_keys(keys.row + 16 * g, head_dim, to + 16 * g);
+    static void pack_keys(const char* const* rows, int64_t head_dim, uint32_t* to, float*) {
+        Codes::pack_keys(rows, head_dim, to);
     }
 
-    static void pack_values(const Vectors& values, int groups, int64_t head_dim, uint32_t* to) {
+    static void pack_values(const char* const* rows, int64_t head_dim, uint32_t* to) {
         int64_t stride = round_up(head_dim, 64);
-        for (int j = 0; j < 8 * groups; j++)
-            Codes::pack_values(values.row[2 * j], values.row[2 * j + 1], head_dim, to + j * stride);
+        for (int j = 0; j < GROUP / 2; j++) Codes::pack_values(rows[2 * j], rows[2 * j + 1], head_dim, to + j * stride);
     }
 };
 

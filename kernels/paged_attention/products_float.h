@@ -65,22 +65,18 @@ struct FloatMath {
     }
 };
 
-// Lays out a chunk of a cache in one format.
+// Lays out vectors of a cache in one format.
 template <class Format>
 struct FloatLayout {
-    // to[head_dim, CHUNK]
-    static void pack_keys(const Vectors& keys, int groups, int64_t head_dim, float* to, float* scratch) {
+    static void pack_keys(const char* const* rows, int64_t head_dim, float* to, float* scratch) {
         int64_t width = round_up(head_dim, 16);
-        for (int g = 0; g < groups; g++) {
-            for (int j = 0; j < 16; j++) decode(keys.row[16 * g + j], head_dim, width, scratch + j * width);
-            transpose_rows(scratch, width, to + 16 * g, CHUNK);
-        }
+        for (int j = 0; j < GROUP; j++) decode(rows[j], head_dim, width, scratch + j * width);
+        transpose_rows(scratch, width, to, CHUNK);
     }
 
-    // to[16 * groups, padded head_dim]
-    static void pack_values(const Vectors& values, int groups, int64_t head_dim, float* to) {
+    static void pack_values(const char* const* rows, int64_t head_dim, float* to) {
         int64_t stride = round_up(head_dim, 64);
-        for (int j = 0; j < 16 * groups; j++) decode(values.row[j], head_dim, round_up(head_dim, 16), to + j * stride);
+        for (int j = 0; j < GROUP; j++) decode(rows[j], head_dim, round_up(head_dim, 16), to + j * stride);
     }
 
    private:

@@ -81,16 +81,27 @@ void multiply_all(int64_t rows, int64_t groups, const Product<typename Math::Ele
     }
 }
 
-// How the keys and values of a cache are laid out for Math's products.
+// How GROUP keys or values of a cache are laid out for Math's products.
 template <class Math>
 struct Layout {
     using Element = typename Math::Element;
-    void (*pack_keys)(const Vectors& keys, int groups, int64_t head_dim, Element* to, float* scratch);
-    void (*pack_values)(const Vectors& values, int groups, int64_t head_dim, Element* to);
+    // to[head_dim, CHUNK] columns of keys; scratch [GROUP, padded head_dim]
+    void (*pack_keys)(const char* const* rows, int64_t head_dim, Element* to, float* scratch);
+    // to[GROUP, padded head_dim]
+    void (*pack_values)(const char* const* rows, int64_t head_dim, Element* to);
 
     template <class Packer>
     static Layout of() {
         return {Packer::pack_keys, Packer::pack_values};
+    }
+};
+
+// A chunk of keys of one sequence and KV head: those in [first_key, end_key).
+struct Place {
+    int64_t sequence, kv_head, first_key, end_key;
+
+    static Place of(const Tile& tile, int64_t kv_head, int64_t span) {
+        return {tile.sequence, kv_head, std::max(span * SPAN, tile.first_key), tile.end_key};
     }
 };
 
@@ -101,12 +112,13 @@ class TileAttention {
    public:
     TileAttention(const Problem& problem, const Layout<Math>& layout, const Tile& tile, int64_t kv_head)
         : p_(problem), layout_(layout), tile_(tile), head_(kv_head), rows_(tile.num_queries * problem.heads_per_kv()),
-          width_(round_up(problem.head_dim, 16)), steps_(ceil_div(problem.head_dim)) {
+          width_(round_up(problem.head_dim, 16)), steps_(ceil_div(problem.head_dim)),
+          row_bytes_(problem.head_dim * bytes_of(problem.cache_format)) {
         Memory& m = memory();
         queries_ = m.queries.at_least(rows_ * steps_);
         packed_ = m.packed.at_least(round_up(p_.head_dim, 64) * CHUNK);
         weights_ = m.weights.at_least(rows_ * CHUNK);
-        scratch_ = m.scratch.at_least(16 * width_);
+        scratch_ = m.scratch.at_least(GROUP * width_);
         scores_ = m.scores.at_least(rows_ * CHUNK);
         decay_ = m.decay.at_least(rows_);
         zeros_ = m.zero_row(p_.head_dim);
@@ -114,13 +126,15 @@ class TileAttention {
     }
 
     // Attention over the keys of spans [first, end), into a cleared softmax.
-    void run(int64_t first, int64_t end, const Softmax& result) {
-        if (end - first == 1) return run_span(first, result);
+    // `next` is what the thread probably does afterwards.
+    void run(int64_t first, int64_t end, const Softmax& result, const Place& next) {
+        locate(place(first), chunks_[0]);
+        if (end - first == 1) return run_span(first, result, next);
         float* memory_of_span = memory().span.at_least(Softmax::size(rows_, width_));
         Softmax span = Softmax::at(memory_of_span, rows_, width_);
         for (int64_t s = first; s < end; s++) {
             span.clear(rows_, width_);
-            run_span(s, span);
+            run_span(s, span, s + 1 < end ? place(s + 1) : next);
             result.merge(span, rows_, width_);
         }
     }
@@ -178,21 +192,46 @@ class TileAttention {
         }
     }
 
-    void run_span(int64_t span, const Softmax& result) {
+    Place place(int64_t span) const { return Place::of(tile_, head_, span); }
+
+    // The first chunk is located already, and the one after the last when it returns. While a chunk is laid out, the
+    // memory is asked for the next.
+    void run_span(int64_t span, const Softmax& result, const Place& next) {
         int64_t first = std::max(span * SPAN, tile_.first_key / CHUNK * CHUNK);
         int64_t end = std::min((span + 1) * SPAN, tile_.end_key);
-        if (first < end) locate(first);
         for (int64_t key = first; key < end; key += CHUNK) {
-            int groups = int((std::min<int64_t>(CHUNK, end - key) + 15) / 16);
-            layout_.pack_keys(keys_, groups, p_.head_dim, packed_, scratch_);
+            int groups = int((std::min<int64_t>(CHUNK, end - key) + GROUP - 1) / GROUP);
+            int64_t following = key + CHUNK;
+            locate(following < end ? Place{tile_.sequence, head_, following, tile_.end_key} : next, chunks_[1]);
+            pack_keys(groups);
             multiply_all<Math>(rows_, groups, {queries_, steps_, packed_, CHUNK, steps_, scores_, CHUNK, nullptr});
             for (int64_t r = 0; r < rows_; r++) update_row(r, key, groups, result);
-            layout_.pack_values(values_, groups, p_.head_dim, packed_);
-            int64_t steps = 16 * groups / Math::PER_ELEMENT;
-            if (key + CHUNK < end) locate(key + CHUNK);
-            multiply_all<Math>(rows_, width_ / 16, {weights_, CHUNK, packed_, round_up(p_.head_dim, 64), steps,
-                                                        result.weighted, width_, decay_});
+            pack_values(groups);
+            int64_t steps = GROUP * groups / Math::PER_ELEMENT;
+            multiply_all<Math>(rows_, width_ / GROUP, {weights_, CHUNK, packed_, round_up(p_.head_dim, 64), steps,
+                                                       result.weighted, width_, decay_});
+            std::swap(chunks_[0], chunks_[1]);
         }
+    }
+
+    void pack_keys(int groups) {
+        for (int g = 0; g < CHUNK / GROUP; g++) {
+            prefetch(chunks_[1].keys + g * GROUP);
+            if (g < groups) layout_.pack_keys(chunks_[0].keys + g * GROUP, p_.head_dim, packed_ + g * GROUP, scratch_);
+        }
+    }
+
+    void pack_values(int groups) {
+        int64_t size = round_up(p_.head_dim, 64) * GROUP / Math::PER_ELEMENT;
+        for (int g = 0; g < CHUNK / GROUP; g++) {
+            prefetch(chunks_[1].values + g * GROUP);
+            if (g < groups) layout_.pack_values(chunks_[0].values + g * GROUP, p_.head_dim, packed_ + g * size);
+        }
+    }
+
+    void prefetch(const char* const* rows) const {
+        for (int j = 0; j < GROUP; j++)
+            for (int64_t i = 0; i < row_bytes_; i += 64) __builtin_prefetch(rows[j] + i, 0, 2);  // into the L2 cache
     }
 
     // Scores of one row and chunk to weights; the row's softmax moves on.
@@ -202,10 +241,10 @@ class TileAttention {
         int64_t last = position - first_key;  // in the chunk
         int64_t first = p_.sliding_window ? last - p_.sliding_window + 1 : 0;
         Vec scale = splat(float(p_.scale)), best = splat(result.best[row]);
-        int n = 16 * groups;
+        int n = GROUP * groups;
         for (int j = 0; j < n; j += LANES) {
             Vec s = load_vec(scores + j) * scale;
-            store_vec(scores + j, p_.k_scale ? s * load_vec(keys_scale() + j) : s);
+            store_vec(scores + j, p_.k_scale ? s * load_vec(chunks_[0].key_scales + j) : s);
         }
         constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
         for (int64_t j = 0; j < std::min<int64_t>(first, n); j++) scores[j] = HIDDEN;
@@ -217,49 +256,40 @@ class TileAttention {
         for (int j = 0; j < n; j += LANES) {
             Vec weight = exp_vec(load_vec(scores + j) - highest);
             total += weight;
-            store_vec(scores + j, p_.v_scale ? weight * load_vec(values_.scale + j) : weight);
+            store_vec(scores + j, p_.v_scale ? weight * load_vec(chunks_[0].value_scales + j) : weight);
         }
         Math::pack_weights(scores, groups, weights_ + row * CHUNK);
         store_vec(result.total + row * LANES, total);
         result.best[row] = highest, decay_[row] = decay;
     }
 
-    const float* keys_scale() const { return keys_.scale; }
-
-    // Finds the keys of a chunk in the blocks, and asks the memory for them.
-    void locate(int64_t first_key) {
-        int64_t row_bytes = p_.head_dim * bytes_of(p_.cache_format);
-        std::fill_n(keys_.row, CHUNK, zeros_), std::fill_n(values_.row, CHUNK, zeros_);
-        std::fill_n(keys_.scale, CHUNK, 0.0f), std::fill_n(values_.scale, CHUNK, 0.0f);
-        int64_t end = std::min(first_key + CHUNK, tile_.end_key);
-        for (int64_t key = std::max(first_key, tile_.first_key); key < end;) {
-            int64_t block = p_.block_table[tile_.sequence * p_.max_blocks + key / p_.block_size];
+    void locate(const Place& place, Chunk& chunk) const {
+        std::fill_n(chunk.keys, CHUNK, zeros_), std::fill_n(chunk.values, CHUNK, zeros_);
+        if (p_.k_scale) std::fill_n(chunk.key_scales, CHUNK, 0.0f);
+        if (p_.v_scale) std::fill_n(chunk.value_scales, CHUNK, 0.0f);
+        int64_t start = place.first_key / CHUNK * CHUNK, end = std::min(start + CHUNK, place.end_key);
+        for (int64_t key = place.first_key; key < end;) {
+            int64_t block = p_.block_table[place.sequence * p_.max_blocks + key / p_.block_size];
             int64_t offset = key % p_.block_size, run = std::min(p_.block_size - offset, end - key);
-            int64_t index = (block * p_.num_kv_heads + head_) * p_.block_size + offset, place = key - first_key;
+            int64_t index = (block * p_.num_kv_heads + place.kv_head) * p_.block_size + offset, at = key - start;
             for (int64_t i = 0; i < run; i++) {
-                keys_.row[place + i] = p_.k_cache + (index + i) * row_bytes;
-                values_.row[place + i] = p_.v_cache + (index + i) * row_bytes;
+                chunk.keys[at + i] = p_.k_cache + (index + i) * row_bytes_;
+                chunk.values[at + i] = p_.v_cache + (index + i) * row_bytes_;
             }
-            if (p_.k_scale) std::copy_n(p_.k_scale + index, run, keys_.scale + place);
-            if (p_.v_scale) std::copy_n(p_.v_scale + index, run, values_.scale + place);
-            prefetch(p_.k_cache + index * row_bytes, run * row_bytes);
-            prefetch(p_.v_cache + index * row_bytes, run * row_bytes);
+            if (p_.k_scale) std::copy_n(p_.k_scale + index, run, chunk.key_scales + at);
+            if (p_.v_scale) std::copy_n(p_.v_scale + index, run, chunk.value_scales + at);
             key += run;
         }
-    }
-
-    static void prefetch(const char* from, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
     }
 
     const Problem& p_;
     const Layout<Math> layout_;
     const Tile tile_;
-    const int64_t head_, rows_, width_, steps_;
+    const int64_t head_, rows_, width_, steps_, row_bytes_;
     Element *queries_, *packed_, *weights_;  // [rows, steps], one chunk of keys or values, [rows, CHUNK]
     float *scratch_, *scores_, *decay_;      // [16, width], [rows, CHUNK], [rows]
     const char* zeros_;
-    Vectors keys_, values_;
+    Chunk chunks_[2];  // the one at work and the next
 };
 
 }  // namespace batchinfer
