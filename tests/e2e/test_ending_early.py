@@ -1,4 +1,5 @@
-"""Signals, --deadline and --max-errors on whole jobs: exit codes, what is kept, and that the same command carries on."""
+"""Signals, --deadline and --max-errors on whole jobs: exit codes, what is kept, and that the same command carries
+on."""
 
 import json
 import os

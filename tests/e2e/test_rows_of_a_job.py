@@ -172,7 +172,7 @@ def test_a_chat_and_its_rendered_text_have_one_bos(tmp_path: Path, tiny_model: P
     chat = write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "hi"}]}])
     text = "<|begin|><|header|>user\nhi<|end|><|header|>assistant\n"
     (answer,) = run(tiny_model, chat, "--max-tokens", 4, "--temperature", 0)
-    (rendered,) = run(tiny_model, write_jsonl(tmp_path / "text.jsonl", [{"prompt": text}]), *"--max-tokens 4".split())
+    (rendered,) = run(tiny_model, write_jsonl(tmp_path / "text.jsonl", [{"prompt": text}]), "--max-tokens", 4)
     ids = [BOS, 2, *ids_of("user\nhi"), EOS, 2, *ids_of("assistant\n")]
     (given,) = run(tiny_model, write_jsonl(tmp_path / "ids.jsonl", [{"prompt_token_ids": ids}]), "--temperature", 0)
     assert answer["prompt_tokens"] == rendered["prompt_tokens"] == given["prompt_tokens"] == len(ids)

@@ -22,7 +22,7 @@ TIMES = (
 )  # what may differ between two runs of a job
 
 
-def save_tiny_model(path: Path, adds_bos: bool = True, hidden_size: int = 64) -> Path:
+def save_tiny_model(path: Path, adds_bos: bool = True, hidden_size: int = 64, context: int = CONTEXT) -> Path:
     """A directory as Hugging Face saves a Llama of two layers: heads of 16, half as many for keys and values."""
     import torch
     from safetensors.torch import save_file
@@ -38,7 +38,7 @@ def save_tiny_model(path: Path, adds_bos: bool = True, hidden_size: int = 64) ->
         "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
