@@ -1,0 +1,155 @@
+"""Native paged attention against the plain-torch specification: every cache format, bf16 and float32 products, unused
+places poisoned with NaN, and bitwise independence of threads, batch and splits of long contexts."""
+
+import ctypes
+import math
+import subprocess
+
+import pytest
+import torch
+from batchinfer.kernels.common import native
+from batchinfer.kernels.kv_store import reference as kv_store_reference
+from batchinfer.kernels.paged_attention import cpu, paged_attention, reference
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2, torch.int8)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}
+RAGGED = ([1, 7, 40, 1, 3], [1, 7, 150, 600, 530])  # queries and contexts of five sequences
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_batch(q_lens, seq_lens, q_heads, kv_heads, head_dim, block_size, dtype, cache_dtype):
+    """Arguments of paged_attention: blocks in random order, NaN wherever no token stands, q a view of more heads."""
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-length // block_size) for length in seq_lens]
+    order = torch.randperm(sum(counts) + 2, generator=generator).to(torch.int32)
+    table = torch.full((len(seq_lens), max(counts)), 2**31 - 1, dtype=torch.int32)
+    shape = (sum(counts) + 2, kv_heads, block_size, head_dim)
+    caches, scales = [poisoned(shape, cache_dtype) for _ in "kv"], [None, None]
+    if cache_dtype.itemsize == 1:
+        scales = [torch.full(shape[:-1], math.nan) for _ in "kv"]
+    for row, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
+        table[row, :count] = order[sum(counts[:row]) :][:count]
+        positions = torch.arange(length)
+        slots = table[row, positions // block_size].long() * block_size + positions % block_size
+        k, v = (torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype) for _ in "kv")
+        kv_store_reference.kv_store(k, v, *caches, slots, *scales)
+    offsets = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+    q = torch.randn(sum(q_lens), q_heads + 2, head_dim, generator=generator).to(dtype)[:, 1:-1]
+    return q, *caches, table, offsets, torch.tensor(seq_lens, dtype=torch.int32), head_dim**-0.5, *scales
+
+
+def poisoned(shape, dtype):
+    if dtype == torch.int8:
+        return torch.full(shape, -100, dtype=dtype)
+    if dtype.itemsize == 1:
+        return torch.full(shape, 127, dtype=torch.uint8).view(dtype)  # a NaN in both formats
+    return torch.full(shape, math.nan, dtype=dtype)
+
+
+def check(batch, window=None, run=paged_attention):
+    result, expected = run(*batch, window), reference.paged_attention(*batch, window)
+    assert result.dtype == batch[0].dtype
+    tolerance = TOLERANCE[result.dtype]
+    torch.testing.assert_close(result.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def test_this_machine_runs_the_native_code():
+    assert native.can_run("paged_attention", torch.zeros(1))
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(9, 3, 64), (7, 1, 80), (2, 2, 17)])
+def test_formats(cache_dtype, dtype, q_heads, kv_heads, head_dim):
+    check(make_batch(*RAGGED, q_heads, kv_heads, head_dim, 16, dtype, cache_dtype))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("heads_per_kv", [1, 3, 6, 7, 8, 48, 64])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+def test_shapes_in_bf16(head_dim, heads_per_kv, cache_dtype):
+    check(make_batch([2, 1], [70, 33], heads_per_kv, 1, head_dim, 16, torch.bfloat16, cache_dtype))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3, torch.int8])
+@pytest.mark.parametrize(("window", "block_size"), [(1, 16), (37, 5), (64, 64), (513, 1)])
+def test_windows_and_block_sizes(cache_dtype, window, block_size):
+    check(make_batch(*RAGGED, 6, 2, 64, block_size, torch.bfloat16, cache_dtype), window)
+
+
+def test_fp16_queries():
+    check(make_batch(*RAGGED, 4, 2, 64, 16, torch.float16, torch.float16))
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [(torch.bfloat16, E4M3), (torch.float32, torch.float32)])
+def test_result_does_not_depend_on_threads_batch_or_split(dtype, cache_dtype):
+    """One long context alone is split over the threads; among others, and on one thread, it is not."""
+    q, k, v, table, _, seq_lens, *rest = make_batch([1] * 9, [2100] + [300] * 8, 3, 1, 64, 16, dtype, cache_dtype)
+    results = []
+    for threads, rows in ((1, 1), (2, 1), (4, 1), (1, 9), (2, 9)):
+        torch.set_num_threads(threads)
+        offsets = torch.arange(rows + 1, dtype=torch.int32)
+        results.append(paged_attention(q[:rows], k, v, table[:rows], offsets, seq_lens[:rows], *rest)[0])
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+def test_bf16_prompt_is_the_same_in_chunks_of_any_size(cache_dtype):
+    q, k, v, table, _, _, *rest = make_batch([600], [600], 6, 2, 64, 16, torch.bfloat16, cache_dtype)
+    whole = paged_attention(q, k, v, table, torch.tensor([0, 600]), torch.tensor([600]), *rest)
+    for chunk in (1, 97, 256):
+        starts = range(0, 600, chunk) if chunk > 1 else (0, 63, 64, 511, 512, 599)
+        for start in starts:
+            end = min(start + chunk, 600)
+            offsets = torch.tensor([0, end - start])
+            part = paged_attention(q[start:end], k, v, table, offsets, torch.tensor([end]), *rest)
+            assert torch.equal(part, whole[start:end])
+
+
+def test_nan_key_spoils_its_own_sequence_only():
+    q, k, v, table, offsets, seq_lens, *rest = make_batch([1, 1], [90, 90], 3, 1, 64, 16, torch.bfloat16, E4M3)
+    clean = paged_attention(q, k, v, table, offsets, seq_lens, *rest)
+    k.view(torch.uint8)[table[0, 1], 0, 3] = 0x7F
+    spoilt = paged_attention(q, k, v, table, offsets, seq_lens, *rest)
+    assert spoilt[0].isnan().all()
+    assert torch.equal(spoilt[1], clean[1])
+
+
+def test_each_code_is_decoded_exactly():
+    """A context of one token: the output is the stored value, which bf16 holds exactly."""
+    for dtype in (E4M3, E5M2):
+        codes = torch.arange(256, dtype=torch.uint8)
+        values = codes.view(dtype).float()
+        cache = codes.view(4, 1, 1, 64).view(dtype)
+        table = torch.arange(4, dtype=torch.int32)[:, None]
+        ones = torch.ones(4, dtype=torch.int32)
+        q = torch.zeros(4, 1, 64, dtype=torch.bfloat16)
+        zero_keys = torch.zeros(4, 1, 1, 64).to(dtype)
+        out = paged_attention(q, zero_keys, cache, table, torch.arange(5), ones, 1.0)
+        torch.testing.assert_close(out.flatten().float(), values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory):
+    """The code for any machine of this architecture, in a process that could use more."""
+    output = tmp_path_factory.mktemp("portable") / "paged_attention.so"
+    source = native.KERNELS / "paged_attention" / "cpu.cpp"
+    subprocess.run(["c++", "-O1", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-o", output, source], check=True)
+    entry = ctypes.CDLL(str(output)).paged_attention
+    entry.argtypes, entry.restype = (ctypes.POINTER(cpu.Problem),), None
+    return entry
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_portable_build(portable, monkeypatch, cache_dtype):
+    monkeypatch.setattr(cpu, "_run", lambda: portable)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(make_batch([1, 9], [40, 90], 6, 2, 80, 16, dtype, cache_dtype), 50, cpu.paged_attention)
