@@ -9,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.data.prompts import PromptBuilder
-from batchinfer.data.readers import iter_selected
+from batchinfer.data.readers import RowBatch, iter_selected
 from batchinfer.data.row_map import Selection
 from batchinfer.data.shards import Shard
 from batchinfer.request import Request, Result
 
 Mask = npt.NDArray[np.bool_]
 _READ_ROWS = 512
+_FIRST_ROWS = 32  # built together at the beginning, when nothing is known of the rows' samples
+_BATCH_ENTRIES = 2048  # about so many requests a batch, however many samples the rows ask for
 _QUEUED_BATCHES = 8
 
 
@@ -37,6 +39,7 @@ class Feeder:
         self._selection = selection
         self._builder = builder
         self._wanted = wanted
+        self._rows_at_once = _FIRST_ROWS
         self._queue: queue.Queue[list[Request | Result] | BaseException | None] = queue.Queue(_QUEUED_BATCHES)
         self._stop = threading.Event()
         self._ended = False
@@ -101,6 +104,22 @@ class Feeder:
             columns = [name for name in self._builder.columns if name in shard.schema.names]
             for rows in iter_selected(shard, selected, columns=columns, batch_rows=_READ_ROWS):
                 wanted = self._wanted(shard.index, rows.start, rows.start + rows.num_rows)
-                entries = [e for run in rows.runs(wanted) for e in self._builder.build(shard.index, run)]
+                entries: list[Request | Result] = []
+                for run in rows.runs(wanted):
+                    for piece in self._build_run(shard.index, run):
+                        entries += piece
+                        if len(entries) >= _BATCH_ENTRIES:
+                            yield entries
+                            entries = []
                 if entries:
                     yield entries
+
+    def _build_run(self, shard_index: int, run: RowBatch) -> Iterator[list[Request | Result]]:
+        start = 0
+        while start < run.num_rows:
+            rows = run.slice(start, min(self._rows_at_once, run.num_rows - start))
+            entries = self._builder.build(shard_index, rows)
+            yield entries
+            start += rows.num_rows
+            fitting = max(1, _BATCH_ENTRIES * rows.num_rows // len(entries))
+            self._rows_at_once = min(fitting, 2 * self._rows_at_once, _READ_ROWS)

@@ -63,6 +63,8 @@ def default_output(first_input: str) -> str:
     if first_input.startswith("hf://"):
         raise UsageError(f"--output is missing: there is no place beside {first_input}")
     stem = first_input.rstrip("/")
+    if Path(stem).name in ("", ".", ".."):
+        stem = str(Path(first_input).resolve())
     for suffix in _SUFFIXES:
         stem = stem.removesuffix(suffix)
     if any(character in stem for character in "*?["):
