@@ -267,10 +267,17 @@ def _with_file_contents(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with the text of template files in place of their names."""
     texts = dict(options)
     if options["chat_template"] is not None:
-        texts["chat_template"] = Path(options["chat_template"]).read_text(encoding="utf-8")
+        texts["chat_template"] = _read("--chat-template", options["chat_template"])
     if (options["template"] or "").startswith("@"):
-        texts["template"] = Path(options["template"][1:]).read_text(encoding="utf-8")
+        texts["template"] = _read("--template", options["template"][1:])
     return texts
+
+
+def _read(option: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{option} {path}: cannot be read ({error})") from error
 
 
 def _say(line: str) -> None:

@@ -34,12 +34,12 @@ def run_loop(
     """Runs until every row is answered or `should_end`, asked before each step, names another ending.
 
     max_waiting: requests that wait in the engine at most. After a deadline the rows that have started are finished
-    and no other starts; after any other ending they are left.
+    and no other starts, unless a signal comes; after any other ending they are left.
     """
     while not feeder.is_exhausted or engine.has_unfinished:
         ending = should_end()
         if ending is Ending.DEADLINE:
-            _finish_running(engine, sink)
+            _finish_running(engine, sink, should_end)
         if ending is not None:
             return ending
         _feed(engine, feeder, sink, max_waiting)
@@ -61,7 +61,7 @@ def _feed(engine: Engine, feeder: Feeder, sink: Sink, max_waiting: int) -> None:
         sink.add([entry for entry in entries if isinstance(entry, Result)])
 
 
-def _finish_running(engine: Engine, sink: Sink) -> None:
+def _finish_running(engine: Engine, sink: Sink, should_end: Callable[[], Ending | None]) -> None:
     engine.drop_unstarted()
-    while engine.has_unfinished:
+    while engine.has_unfinished and should_end() is not Ending.INTERRUPTED:
         sink.add(engine.step())

@@ -158,6 +158,23 @@ def test_after_the_deadline_no_row_starts_and_those_that_run_are_finished(
     assert len(read_rows(tmp_path / "out")) == 60
 
 
+def test_a_signal_while_rows_are_finished_after_the_deadline_ends_the_job(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, long_job: list[object]
+) -> None:
+    clock, step = Clock(), Engine.step
+
+    def timed_step(self: Engine) -> list[object]:
+        clock.now += 1.0
+        if clock.now == 120:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(pipeline, "time", clock)
+    monkeypatch.setattr(Engine, "step", timed_step)
+    assert call(tiny_model, *long_job, "--deadline", "10s") == 75
+    assert clock.now == 120
+
+
 def faulty_rows(folder: Path) -> Path:
     """20 rows, of which the 3rd, 6th, … (6 of them) are errors."""
     return write_jsonl(folder / "in.jsonl", [{"prompt": f"{i}" if (i + 1) % 3 else None} for i in range(20)])
