@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from batchinfer.cache.paged_kv import PagedKVCache
-from batchinfer.kernels.kv_store import kv_store
+from batchinfer.kernels.kv_store import rotary_kv_store
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
-from batchinfer.kernels.rotary import rotary
 from batchinfer.models.batch import Batch
 from batchinfer.models.linear import Linear
 from batchinfer.models.spec import DecoderSpec
@@ -51,10 +50,9 @@ class Attention:
         q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = rms_norm(q, self._q_norm, spec.rms_norm_eps), rms_norm(k, self._k_norm, spec.rms_norm_eps)
-        q, k = rotary(q, k, rotation.rows, rotation.cos_sin)
         stored = (cache.key(layer), cache.value(layer))
         scales = (cache.key_scale(layer), cache.value_scale(layer))
-        kv_store(k, v, *stored, batch.slot_mapping, *scales)
+        q = rotary_kv_store(q, k, v, rotation.rows, rotation.cos_sin, *stored, batch.slot_mapping, *scales)
         attended = paged_attention(
             q,
             *stored,

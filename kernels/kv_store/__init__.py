@@ -4,6 +4,7 @@ attention layer before paged_attention."""
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
 from batchinfer.kernels.kv_store import cpu, reference
+from batchinfer.kernels.rotary import check_rotary
 
 
 def kv_store(
@@ -30,6 +31,29 @@ def kv_store(
     _check(v, v_cache, slot_mapping, v_scale)
     backend = cpu if cpu.can_run(k, v, k_cache) else reference
     backend.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def rotary_kv_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rotary` of q and k, then `kv_store` of the rotated k and v, in one pass; the bits are those of the two.
+
+    Arguments as theirs. Returns the rotated q, a new contiguous tensor. Raises ValueError on shapes that do not fit.
+    """
+    check_rotary(q, k, positions, cos_sin_cache)
+    _check(k, k_cache, slot_mapping, k_scale)
+    _check(v, v_cache, slot_mapping, v_scale)
+    backend = cpu if cpu.can_run(k, v, k_cache) and q.dtype == k.dtype else reference
+    return backend.rotary_kv_store(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 def _check(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:

@@ -33,6 +33,18 @@ class Problem(ctypes.Structure):
     )
 
 
+class Rotation(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "q_out", "positions", "cos_sin_cache")),
+        *((name, c_int64) for name in ("num_q_heads", "token_stride", "head_stride", "rotary_dim")),
+    )
+
+
+@functools.cache
+def _run_rotary() -> Callable[..., None]:
+    return native.function("kv_store", "rotary_kv_store", ctypes.POINTER(Problem), ctypes.POINTER(Rotation))
+
+
 @functools.cache
 def _run() -> Callable[..., None]:
     return native.function("kv_store", "kv_store", ctypes.POINTER(Problem))
@@ -53,9 +65,47 @@ def kv_store(
 ) -> None:
     """See the package's `kv_store`."""
     k, v, slots = native.dense_rows(k), native.dense_rows(v), slot_mapping.to(torch.int64).contiguous()
-    problem = Problem(
+    _run()(ctypes.byref(_problem(k, v, k_cache, v_cache, slots, k_scale, v_scale)))
+
+
+def rotary_kv_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """See the package's `rotary_kv_store`."""
+    q, k, v = native.dense_rows(q), native.dense_rows(k), native.dense_rows(v)
+    slots, positions = slot_mapping.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
+    cos_sin_cache = cos_sin_cache.to(torch.float32).contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype)
+    rotation = Rotation(
+        *(q.data_ptr(), out.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr()),
+        *(q.shape[1], *q.stride()[:2], cos_sin_cache.shape[-1]),
+    )
+    problem = _problem(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    _run_rotary()(ctypes.byref(problem), ctypes.byref(rotation))
+    return out
+
+
+def _problem(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> Problem:
+    """Of tensors that must outlive the call."""
+    return Problem(
         *(Side.of(k, k_cache, k_scale), Side.of(v, v_cache, v_scale), slots.data_ptr()),
         *(*k.shape, k_cache.shape[2]),
         *(native.FORMATS[k.dtype], native.FORMATS[k_cache.dtype], torch.get_num_threads()),
     )
-    _run()(ctypes.byref(problem))

@@ -2,6 +2,7 @@
 
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode
+from batchinfer.kernels.rotary import reference as rotary_reference
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -25,6 +26,24 @@ def kv_store(
     rows = ((block[:, None] * num_kv_heads + head) * block_size + (slot_mapping % block_size)[:, None]).flatten()
     _store(k, k_cache, k_scale, rows)
     _store(v, v_cache, v_scale, rows)
+
+
+def rotary_kv_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """See the package's `rotary_kv_store`."""
+    q, k = rotary_reference.rotary(q, k, positions, cos_sin_cache)
+    kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return q
 
 
 def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor) -> None:

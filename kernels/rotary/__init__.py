@@ -14,10 +14,15 @@ def rotary(
     cos_sin_cache: float32 [rows, rotary_dim], cosines then sines, rotary_dim <= head_dim.
     Returns new contiguous tensors of q's and k's dtype; computed in float32. Source: Su et al., arXiv 2104.09864.
     """
+    check_rotary(q, k, positions, cos_sin_cache)
+    backend = cpu if cpu.can_run(q, k) else reference
+    return backend.rotary(q, k, positions, cos_sin_cache)
+
+
+def check_rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+    """Raises ValueError on shapes that do not fit."""
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > q.shape[-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"rotary_dim {rotary_dim} does not fit heads of {q.shape[-1]} and {k.shape[-1]}")
     if not len(q) == len(k) == len(positions):
         raise ValueError(f"{len(q)} queries, {len(k)} keys, {len(positions)} positions")
-    backend = cpu if cpu.can_run(q, k) else reference
-    return backend.rotary(q, k, positions, cos_sin_cache)

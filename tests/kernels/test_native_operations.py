@@ -9,6 +9,7 @@ from batchinfer.kernels.gated_activation import cpu as gated_cpu
 from batchinfer.kernels.gated_activation import reference as gated_reference
 from batchinfer.kernels.kv_store import cpu as store_cpu
 from batchinfer.kernels.kv_store import reference as store_reference
+from batchinfer.kernels.kv_store import rotary_kv_store
 from batchinfer.kernels.rms_norm import cpu as norm_cpu
 from batchinfer.kernels.rms_norm import reference as norm_reference
 from batchinfer.kernels.rotary import cpu as rotary_cpu
@@ -109,3 +110,21 @@ def test_a_row_does_not_depend_on_threads():
         results.append(norm_cpu.rms_norm(x, weight, 1e-5))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("rotary_dim", [32, 12])
+def test_fused_pass_has_the_bits_of_rotary_and_kv_store(cache_dtype, rotary_dim):
+    heads = torch.randn(70, 9, 33).bfloat16()
+    q, k, v = heads.split([5, 2, 2], dim=1)
+    positions, table = torch.randint(0, 90, (70,)), torch.randn(90, rotary_dim)
+    slots = torch.randperm(80)[:70].where(torch.arange(70) % 9 != 0, -1)
+    caches = [[torch.zeros(5, 2, 16, 33).to(cache_dtype) for _ in "kv"] for _ in range(2)]
+    scales = [[torch.zeros(5, 2, 16) if cache_dtype.itemsize == 1 else None for _ in "kv"] for _ in range(2)]
+    fused_q = rotary_kv_store(q, k, v, positions, table, *caches[0], slots, *scales[0])
+    rotated_q, rotated_k = rotary_cpu.rotary(q, k, positions, table)
+    store_cpu.kv_store(rotated_k, v, *caches[1], slots, *scales[1])
+    assert torch.equal(fused_q, rotated_q)
+    for fused, apart in zip((*caches[0], *scales[0]), (*caches[1], *scales[1]), strict=True):
+        assert fused is None or torch.equal(fused.float(), apart.float())
+    assert any(bool(cache.float().any()) for cache in caches[0])
