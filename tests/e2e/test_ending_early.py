@@ -46,7 +46,7 @@ def test_a_signal_ends_the_job_in_order_and_the_same_command_carries_on(
     answered = int(message.split("carries on (")[1].split()[0])
     assert 0 < answered < 40
 
-    assert call(tiny_model, *long_job) == 0
+    assert call(tiny_model, *long_job, "--max-num-seqs", 40) == 0
     assert [row["id"] for row in read_rows(tmp_path / "out")] == list(range(40))
     stats = json.loads((tmp_path / "out" / "_stats.json").read_text())
     assert stats["rows"] == 40
