@@ -14,6 +14,7 @@ from batchinfer.sampling_config import SamplingConfig
 KVCacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8"]
 KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
+ACTIVATION_DTYPES = ("auto", "int8")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
 _UNSET_SAMPLING = SamplingConfig()
@@ -107,6 +108,13 @@ class ModelConfig:
         choices=DTYPES,
         affects_answers=True,
     )
+    activation_dtype: str = option(
+        "auto",
+        "What the products of the linear layers run in; auto is the precision of --dtype. int8 makes int8 weights at "
+        "load and quantises activations on the fly.",
+        choices=ACTIVATION_DTYPES,
+        affects_answers=True,
+    )
     device: str = option("auto", "Where the model runs; auto takes the GPU if there is one.", choices=DEVICES)
     max_model_len: int | None = option(
         None,
@@ -124,6 +132,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
+        require_choice("activation_dtype", self.activation_dtype, ACTIVATION_DTYPES)
         require_choice("device", self.device, DEVICES)
         require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")
         require(self.threads is None or self.threads > 0, "threads", self.threads, "1 or more")

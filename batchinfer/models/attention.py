@@ -9,7 +9,7 @@ from batchinfer.kernels.kv_store import rotary_kv_store
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.models.batch import Batch
-from batchinfer.models.linear import Linear
+from batchinfer.models.linear import Projection
 from batchinfer.models.spec import DecoderSpec
 
 
@@ -31,8 +31,8 @@ class Attention:
         self,
         spec: DecoderSpec,
         layer: int,
-        qkv: Linear,
-        output: Linear,
+        qkv: Projection,
+        output: Projection,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
 from batchinfer.models.attention import Attention, StepRotation
 from batchinfer.models.batch import Batch
-from batchinfer.models.linear import Linear
+from batchinfer.models.linear import Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
 from batchinfer.models.spec import DecoderSpec
@@ -43,14 +43,15 @@ class Decoder:
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        lm_head: Linear,
+        lm_head: Projection,
         num_parameters: int,
+        weight_bytes: int,
     ) -> None:
         self.spec = spec
         self.device = embedding.device
         self.dtype = embedding.dtype
         self.num_parameters = num_parameters  # tied ones counted once
-        self.weight_bytes = num_parameters * embedding.element_size()
+        self.weight_bytes = weight_bytes
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
@@ -104,7 +105,7 @@ class Decoder:
         """hidden: [n, hidden_size], rows of forward's result. Returns float32 [n, vocab_size]."""
         logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
         for rows in _row_chunks(len(hidden), LOGITS_CHUNK_BYTES // (self.vocab_size * hidden.element_size())):
-            logits[rows] = self._lm_head(hidden[rows])
+            self._lm_head.fill(logits[rows], hidden[rows])
         return logits
 
     def _rotation(self, batch: Batch, prompt_lens: Tensor | None) -> StepRotation:

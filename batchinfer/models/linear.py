@@ -1,14 +1,35 @@
 """The one place where activations meet a weight matrix; attention, mlp and the decoder's head call it."""
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer.kernels.quantized_linear import quantize_weight, quantized_linear
+
 ROW_MULTIPLE = 4
 
 
+class Projection(Protocol):
+    """y = x W^T + b, with a row's result independent of how many rows there are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of weight and bias."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_rows, in_features] to [num_rows, out_features], x's dtype."""
+        ...
+
+    def fill(self, out: Tensor, x: Tensor) -> None:
+        """The same into `out`, float32."""
+        ...
+
+
 class Linear:
-    """y = x W^T + b, with a row's result independent of how many rows there are.
+    """A projection in the weight's own precision.
 
     weight: [out_features, in_features]; bias: [out_features] or None, the weight's dtype.
     """
@@ -17,8 +38,11 @@ class Linear:
         self.weight = weight
         self.bias = bias
 
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [num_rows, in_features] to [num_rows, out_features]."""
         num_rows = x.shape[0]
         missing = -num_rows % ROW_MULTIPLE
         # The CPU's float32 product shares rows among threads, and a share of fewer than 4 rows takes other code with
@@ -26,3 +50,24 @@ class Linear:
         if missing and x.device.type == "cpu" and x.dtype == torch.float32:
             return F.linear(F.pad(x, (0, 0, 0, missing)), self.weight, self.bias)[:num_rows]
         return F.linear(x, self.weight, self.bias)
+
+    def fill(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(self(x))
+
+
+class Int8Linear:
+    """A projection by 8-bit integers: the weight is quantised here, once, and activations at each call."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = quantize_weight(weight)
+        self._bias = None if bias is None else bias.to(torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quantized_linear(x, self._weight, self._bias)
+
+    def fill(self, out: Tensor, x: Tensor) -> None:
+        quantized_linear(x, self._weight, self._bias, out)

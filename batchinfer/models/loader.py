@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
 
 def load_decoder(
-    path: Path, dtype: str = "auto", device: str = "cpu", allow_config_fields: Collection[str] = ()
+    path: Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    allow_config_fields: Collection[str] = (),
+    activation_dtype: str = "auto",
 ) -> "Decoder":
     """path: a directory with config.json and safetensors. dtype: one of config.DTYPES; auto is the checkpoint's own.
-    device: a torch device. Raises BatchInferError naming the field, parameter or tensor at fault."""
+    device: a torch device. activation_dtype: one of config.ACTIVATION_DTYPES. Raises BatchInferError naming the field,
+    parameter or tensor at fault."""
     import torch
 
     from batchinfer.cache.paged_kv import TORCH_DTYPES
@@ -30,7 +35,8 @@ def load_decoder(
         if spec.dtype is None:
             raise BatchInferError(f"{path / 'config.json'}: it does not state a dtype; choose one with --dtype")
         dtype = spec.dtype
-    return build_decoder(spec, SafetensorsCheckpoint(path), TORCH_DTYPES[dtype], torch.device(device))
+    source = SafetensorsCheckpoint(path)
+    return build_decoder(spec, source, TORCH_DTYPES[dtype], torch.device(device), activation_dtype)
 
 
 def load_spec(path: Path, allow_config_fields: Collection[str] = ()) -> DecoderSpec:

@@ -3,14 +3,14 @@
 from torch import Tensor
 
 from batchinfer.kernels.gated_activation import gated_activation
-from batchinfer.models.linear import Linear
+from batchinfer.models.linear import Projection
 from batchinfer.models.spec import Activation
 
 
 class GatedMLP:
     """down(act(gate(x)) * up(x)); gate_up stacks the gate's rows over the up projection's."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+    def __init__(self, gate_up: Projection, down: Projection, activation: Activation) -> None:
         self._gate_up = gate_up
         self._down = down
         self._activation = activation

@@ -11,7 +11,7 @@ from batchinfer.errors import BatchInferError
 from batchinfer.models.attention import Attention
 from batchinfer.models.decoder import Decoder, DecoderLayer
 from batchinfer.models.families.common import WeightNames
-from batchinfer.models.linear import Linear
+from batchinfer.models.linear import Int8Linear, Linear, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.spec import DecoderSpec
 
@@ -31,36 +31,50 @@ class TensorSource(Protocol):
 
 
 def build_decoder(
-    spec: DecoderSpec, source: TensorSource, dtype: torch.dtype, device: torch.device, names: WeightNames | None = None
+    spec: DecoderSpec,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation_dtype: str = "auto",
+    names: WeightNames | None = None,
 ) -> Decoder:
-    """Raises BatchInferError naming a parameter without a tensor, a tensor of another shape, or a tensor that no
+    """activation_dtype: one of config.ACTIVATION_DTYPES, what all products run in; the embedding and the norms keep
+    `dtype`. Raises BatchInferError naming a parameter without a tensor, a tensor of another shape, or a tensor that no
     parameter takes."""
-    return _Builder(spec, source, dtype, device, names or WeightNames()).build()
+    return _Builder(spec, source, dtype, device, activation_dtype, names or WeightNames()).build()
 
 
 class _Builder:
     def __init__(
-        self, spec: DecoderSpec, source: TensorSource, dtype: torch.dtype, device: torch.device, names: WeightNames
+        self,
+        spec: DecoderSpec,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        activation_dtype: str,
+        names: WeightNames,
     ) -> None:
         self._spec = spec
         self._source = source
         self._dtype = dtype
         self._device = device
+        self._activation_dtype = activation_dtype
         self._names = names
         self._unused = {name for name in source.names if not name.endswith(names.derived)}
         self._num_parameters = 0
+        self._weight_bytes = 0
 
     def build(self) -> Decoder:
         spec, names = self._spec, self._names
         embedding = self._stack([names.embedding], [spec.vocab_size], spec.hidden_size)
         layers = [self._layer(layer) for layer in range(spec.num_layers)]
         final_norm = self._vector(names.final_norm, spec.hidden_size)
-        lm_head = Linear(self._lm_head(embedding))
+        lm_head = self._projection(self._lm_head_weight(embedding), None, is_shared=spec.tie_word_embeddings)
         if self._unused:
             raise BatchInferError(f"{self._source.where}: tensor {min(self._unused)} has no place in this model")
-        return Decoder(spec, embedding, layers, final_norm, lm_head, self._num_parameters)
+        return Decoder(spec, embedding, layers, final_norm, lm_head, self._num_parameters, self._weight_bytes)
 
-    def _lm_head(self, embedding: Tensor) -> Tensor:
+    def _lm_head_weight(self, embedding: Tensor) -> Tensor:
         name = self._names.lm_head
         if not self._spec.tie_word_embeddings:
             return self._stack([name], [self._spec.vocab_size], self._spec.hidden_size)
@@ -92,10 +106,19 @@ class _Builder:
 
     def _linear(
         self, prefix: str, modules: Sequence[str], num_rows: Sequence[int], num_columns: int, has_bias: bool
-    ) -> Linear:
+    ) -> Projection:
         weight = self._stack([f"{prefix}{module}.weight" for module in modules], num_rows, num_columns)
         bias = self._stack([f"{prefix}{module}.bias" for module in modules], num_rows) if has_bias else None
-        return Linear(weight, bias)
+        return self._projection(weight, bias)
+
+    def _projection(self, weight: Tensor, bias: Tensor | None, is_shared: bool = False) -> Projection:
+        """is_shared: something else keeps the weight, too."""
+        own = Linear(weight, bias)
+        if self._activation_dtype == "auto":
+            return own
+        quantised = Int8Linear(weight, bias)
+        self._weight_bytes += quantised.nbytes - (0 if is_shared else own.nbytes)
+        return quantised
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._stack([name], [size])
@@ -115,4 +138,5 @@ class _Builder:
                 )
             part.copy_(tensor)
         self._num_parameters += stacked.numel()
+        self._weight_bytes += stacked.nbytes
         return stacked
