@@ -73,15 +73,15 @@ def run_with_kills(options: list[object], model: Path, output: Path, num_kills: 
     kills = 0
     while True:
         log.unlink(missing_ok=True)
-        process = start(
-            model, *options, prelude=LOG_FINISHED_ROWS.format(log=str(log), beat_s=BEAT_S), stderr=subprocess.DEVNULL
-        )
+        prelude = LOG_FINISHED_ROWS.format(log=str(log), beat_s=BEAT_S)
+        with log.with_suffix(".err").open("w") as messages:
+            process = start(model, *options, prelude=prelude, stderr=messages)
         killed_at = wait_and_kill(process, log, moments) if kills < num_kills else 0.0
         code = process.wait(timeout=120)
         if code == 0:
             break
         kills += 1
-        assert code == -signal.SIGKILL
+        assert code == -signal.SIGKILL, log.with_suffix(".err").read_text()
         now = journaled_times(output)
         assert safe.items() <= now.items(), "a journaled row was lost or computed again"
         assert finished_a_second_before(log, killed_at) <= {request_id for request_id, _ in now}
