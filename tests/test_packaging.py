@@ -40,9 +40,15 @@ def test_the_wheel_holds_one_package(wheel_names):
 
 
 def test_the_wheel_holds_every_module(wheel_names):
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "batchinfer").rglob("*.py")}
-    sources |= {f"batchinfer/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")}
-    held = {name for name in wheel_names if name.endswith(".py")}
+    folders = {"": ROOT / "batchinfer", "batchinfer/": ROOT / "kernels"}
+    kinds = (".py", ".cpp", ".h")
+    sources = {
+        f"{prefix}{path.relative_to(ROOT)}"
+        for prefix, folder in folders.items()
+        for path in folder.rglob("*")
+        if path.suffix in kinds
+    }
+    held = {name for name in wheel_names if name.endswith(kinds)}
     assert held == sources
 
 

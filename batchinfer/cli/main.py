@@ -8,6 +8,7 @@ import click
 
 from batchinfer import __version__
 from batchinfer.cli.bench import bench
+from batchinfer.cli.build import build
 from batchinfer.cli.run import run
 from batchinfer.cli.show import show
 from batchinfer.errors import BatchInferError, ExitCode
@@ -24,6 +25,7 @@ def batchinfer() -> None:
 batchinfer.add_command(run)
 batchinfer.add_command(show)
 batchinfer.add_command(bench)
+batchinfer.add_command(build)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.engine import Engine
-from batchinfer.errors import UsageError
+from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.models.resolve import ModelFiles
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -63,6 +63,26 @@ def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], No
         rope_length_threshold=decoder.spec.rope.length_threshold,
     )
     return LocalEngine(engine, tokenizer, device, cache.nbytes)
+
+
+def prepare_kernels(config: JobConfig, report: Callable[[str], None]) -> None:
+    """Compiles the native kernels of a CPU, where no earlier process did."""
+    import torch
+
+    from batchinfer.kernels.common import native
+
+    if choose_device(config.model.device, torch.cuda.is_available()) == "cpu":
+        native.prepare(report)
+
+
+def build_kernels(report: Callable[[str], None]) -> Path:
+    """Compiles what is missing of the native kernels; returns their directory. Raises BatchInferError."""
+    from batchinfer.kernels.common import native
+
+    try:
+        return native.build(report)
+    except native.NativeBuildError as error:
+        raise BatchInferError(str(error)) from error
 
 
 def choose_device(wanted: str, has_cuda: bool) -> str:

@@ -1,5 +1,5 @@
 """Builds the operations' native code for this machine's CPU, once, and loads it. Called by each operation's cpu.py on
-first use, and ahead of time by `build`."""
+first use, and ahead of that by `prepare` and `build`."""
 
 import ctypes
 import functools
@@ -35,6 +35,7 @@ _VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fop
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
+_directory: list[Path | None] = []  # of the libraries, once it is known; None where there are none
 
 
 class NativeBuildError(Exception):
@@ -84,19 +85,21 @@ def build(report: Callable[[str], None]) -> Path:
     return directory
 
 
-@functools.cache
-def _directory() -> Path | None:
-    try:
-        return build(_log.warning)
-    except NativeBuildError as error:
-        _log.warning("the CPU kernels run in plain torch, which is slower: %s", error)
-        return None
+def prepare(report: Callable[[str], None]) -> Path | None:
+    """`build`, where no operation has asked for it yet; None, and a line that says why, where it fails."""
+    with _lock:
+        if not _directory:
+            try:
+                _directory.append(build(report))
+            except NativeBuildError as error:
+                report(f"the CPU kernels run in plain torch, which is slower: {error}")
+                _directory.append(None)
+    return _directory[0]
 
 
 @functools.cache
 def _library(operation: str) -> ctypes.CDLL | None:
-    with _lock:
-        directory = _directory()
+    directory = prepare(_log.warning)
     # torch was imported, so its OpenMP runtime is loaded and the library, asking for the same name, shares its threads
     return None if directory is None else ctypes.CDLL(str(directory / f"{operation}.so"))
 
