@@ -11,7 +11,7 @@ from batchinfer.config import JobConfig, iter_options
 from batchinfer.errors import UsageError
 from batchinfer.units import parse_duration, parse_size
 
-Source = Literal["flag", "job file", "generation_config", "default"]
+Source = Literal["flag", "job file", "generation_config", "reference run", "default"]
 
 
 class OptionValue(NamedTuple):
@@ -53,6 +53,10 @@ class EffectiveOptions(Mapping[str, OptionValue]):
         """With defaults replaced by `values` once `source` is read; what a flag or a job file said stays."""
         kept = {name: option for name, option in self.items() if option.source != "default" or name not in values}
         return EffectiveOptions({name: kept.get(name) or OptionValue(values[name], source) for name in self})
+
+    def replaced(self, values: Mapping[str, Any], source: Source) -> "EffectiveOptions":
+        """With `values` in place of what was said."""
+        return EffectiveOptions(self._values | {name: OptionValue(value, source) for name, value in values.items()})
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """{name: {"value": ..., "source": ...}} in the order of the help text, for _stats.json and metadata."""

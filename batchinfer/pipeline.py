@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.agreement import TokenKeeper, mean_agreement, reference_options
 from batchinfer.config import JobConfig, LimitsConfig
 from batchinfer.data.feeder import Feeder
 from batchinfer.data.job_input import JobInput, default_output
@@ -22,8 +23,8 @@ from batchinfer.data.result_schema import Tally
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.executors.local import load_engine
-from batchinfer.executors.loop import Ending, Sink, run_loop
+from batchinfer.executors.local import load_engine, prepare_kernels
+from batchinfer.executors.loop import Discard, Ending, Sink, run_loop
 from batchinfer.models.loader import generation_config
 from batchinfer.models.resolve import resolve_model
 from batchinfer.options import EffectiveOptions
@@ -55,16 +56,35 @@ def run_job(options: EffectiveOptions) -> ExitCode:
             return _answer_to_files(run, writer, target)
 
 
-def bench_throughput(options: EffectiveOptions) -> dict[str, Any]:
+def bench_throughput(
+    options: EffectiveOptions, agreement: bool = False, agreement_with: str | None = None
+) -> dict[str, Any]:
     """Runs the whole job in memory, its answers not written, and returns its figures: summarise()'s and startup_s, the
-    seconds from the start to the first tokenisation."""
+    seconds from the start to the first tokenisation.
+
+    agreement: answers the rows again by the same model in float32, or by agreement_with, a model as for --model, and
+    adds how far the answers agree.
+    """
     with StopSignals() as signals:
-        run = _Run(options, signals)
-        run.load()
-        ending = run.answer(_Discard(), run.input.selected, Tally())
-    if ending is Ending.INTERRUPTED:
+        if not (agreement or agreement_with):
+            return _measure(_Run(options, signals), Discard())
+        measured, reference = TokenKeeper(), TokenKeeper()
+        figures = _measure(_Run(options, signals), measured)
+        model = agreement_with or options.config.model.model
+        begin = time.monotonic()
+        _measure(_Run(reference_options(options, model, figures["max_model_len"]), signals), reference)
+    return {
+        **figures,
+        "agreement_tokens_mean": mean_agreement(measured.tokens, reference.tokens),
+        "agreement_seconds": time.monotonic() - begin,
+    }
+
+
+def _measure(run: "_Run", sink: Sink) -> dict[str, Any]:
+    run.load()
+    if run.answer(sink, run.input.selected, Tally()) is Ending.INTERRUPTED:
         raise KeyboardInterrupt
-    return {"startup_s": run.startup_s, **run.figures(Tally())}
+    return {"startup_s": run.startup_s, "max_model_len": run.max_model_len, **run.figures(Tally())}
 
 
 def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode:
@@ -131,6 +151,8 @@ class _Run:
         config = self._config
         if kept_len is not None:
             config = replace(config, model=replace(config.model, max_model_len=kept_len))
+        with self.phases.timed("kernels"):
+            prepare_kernels(config, _say)
         try:
             with self.phases.timed("model"):
                 self._local = load_engine(config, self._files, _say)
@@ -138,7 +160,7 @@ class _Run:
             if kept_len is None:
                 raise
             raise UsageError(f"the job began with max_model_len = {kept_len} and keeps it, but {error}") from error
-        self.startup_s = time.monotonic() - self._start
+        self.startup_s = time.monotonic() - self._start - self.phases.seconds["kernels"]
 
     @property
     def max_model_len(self) -> int:
@@ -222,16 +244,6 @@ class _Observed:
         for result in results:
             self._statistics.add(result)
         self._sink.add(results)
-
-
-class _Discard:
-    """The sink of a job whose answers nobody reads."""
-
-    def expect(self, shard: int, row: int, num_samples: int) -> None:
-        pass
-
-    def add(self, results: Sequence[Result]) -> None:
-        pass
 
 
 class _EndingRules:

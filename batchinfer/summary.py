@@ -124,6 +124,8 @@ def summary_table(stats: Mapping[str, Any], output: str | None = None) -> str:
         "KV cache": _cache_line(stats),
         "peak memory": format_bytes(stats["peak_memory_bytes"]),
     }
+    if "agreement_tokens_mean" in stats:
+        lines["agreement"] = _agreement_line(stats)
     if output is not None:
         lines["output"] = output
     return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
@@ -155,6 +157,11 @@ def _time_line(stats: Mapping[str, Any]) -> str:
 
 def _latency_line(figures: Mapping[str, float | None]) -> str:
     return "  ".join(f"{name} {format_ms(figures[name])}" for name in ("p50", "p90", "p99", "max"))
+
+
+def _agreement_line(stats: Mapping[str, Any]) -> str:
+    tokens, seconds = stats["agreement_tokens_mean"], format_duration(stats["agreement_seconds"])
+    return f"{tokens:.1f} tokens in the mean before the first difference to float32 (found in another {seconds})"
 
 
 def _cache_line(stats: Mapping[str, Any]) -> str:

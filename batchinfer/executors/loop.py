@@ -28,6 +28,16 @@ class Sink(Protocol):
         """Called after each step, with what it finished, if anything."""
 
 
+class Discard:
+    """The sink of a job whose answers nobody reads."""
+
+    def expect(self, shard: int, row: int, num_samples: int) -> None:
+        pass
+
+    def add(self, results: Sequence[Result]) -> None:
+        pass
+
+
 def run_loop(
     engine: Engine, feeder: Feeder, sink: Sink, max_waiting: int, should_end: Callable[[], Ending | None]
 ) -> Ending:

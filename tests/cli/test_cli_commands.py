@@ -39,8 +39,9 @@ def pipeline(monkeypatch):
     module.calls = []
     module.outcome = ExitCode.DONE
 
-    def answer(options):
+    def answer(options, *more):
         module.calls.append(options)
+        module.more = more
         if isinstance(module.outcome, BaseException):
             raise module.outcome
         return module.outcome
@@ -201,6 +202,17 @@ def test_bench_takes_every_option_of_run_and_writes_json(pipeline, capsys, tmp_p
     call("bench", "throughput", "--help")
     words = set(capsys.readouterr().out.replace("/", " ").split())
     assert {"--" + member.name.replace("_", "-") for _, member in iter_options()} <= words
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [([], (False, None)), (["--agreement"], (True, None)), (["--agreement-with", "m"], (False, "m"))],
+)
+def test_bench_asks_for_agreement(pipeline, capsys, flags, more):
+    pipeline.outcome = {**STATS, "agreement_tokens_mean": 12.34, "agreement_seconds": 90.0}
+    assert call("bench", "throughput", "--input", "a", *flags) == 0
+    assert pipeline.more == more
+    assert "12.3 tokens in the mean before the first difference" in capsys.readouterr().out
 
 
 def test_bench_refuses_an_unwritable_file_before_it_measures(pipeline, capsys, tmp_path):
