@@ -4,16 +4,19 @@ import itertools
 import json
 import shutil
 import textwrap
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchinfer.errors import UsageError
 from batchinfer.units import format_ms
 
-_BATCH_ROWS = 1024
+if TYPE_CHECKING:
+    from batchinfer.data.read_output import OutputRow
+
 _DEFAULT_LIMIT = 10
+_MOST_CHARACTERS = 1000
 _ID_COLUMNS = ("id", "custom_id")
 _PROMPT_COLUMNS = ("prompt", "messages")
 _LABEL_WIDTH = 12
@@ -25,28 +28,24 @@ _LABEL_WIDTH = 12
 @click.option("--errors", is_flag=True, help="Only rows that failed.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most N rows.  [default: 10 without --rows]")
 @click.option("--columns", metavar="A,B", help="Input columns to show.  [default: the prompt's, else all]")
-def show(output: str, rows: str | None, errors: bool, limit: int | None, columns: str | None) -> None:
+@click.option("--full", is_flag=True, help=f"Show long texts whole, not only {_MOST_CHARACTERS:,} characters.")
+def show(output: str, rows: str | None, errors: bool, limit: int | None, columns: str | None, full: bool) -> None:
     """Print prompts, completions and times of OUTPUT: a job's directory, one of its parts, or a single .parquet or
-    .jsonl file."""
-    ranges = _parse_rows(rows) if rows is not None else [range(0, 2**62)]
+    .jsonl[.gz|.zst] file."""
+    ranges = _parse_rows(rows) if rows is not None else [range(2**62)]
     if limit is None and rows is None:
         limit = _DEFAULT_LIMIT
     width = shutil.get_terminal_size((100, 24)).columns
     wanted = columns.split(",") if columns is not None else None
-    for row in itertools.islice(_select(output, ranges, errors), limit):
-        click.echo(_render(row, wanted, width))
+    most_characters = None if full else _MOST_CHARACTERS
+    from batchinfer.data.read_output import iter_output  # here, as it brings pyarrow
 
-
-class Row(NamedTuple):
-    """An output row: its input columns, and the columns of its result without the job's --output-prefix."""
-
-    number: int
-    inputs: dict[str, Any]
-    result: dict[str, Any]
+    for row in itertools.islice(iter_output(output, ranges, errors), limit):
+        click.echo(_render(row, wanted, width, most_characters))
 
 
 def _parse_rows(text: str) -> list[range]:
-    """Ranges of "0,5-9"."""
+    """Ranges of "5-9,0": rising, and joined where they overlap."""
     ranges = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -54,120 +53,45 @@ def _parse_rows(text: str) -> list[range]:
         if not all(number.isdecimal() for number in numbers) or int(numbers[-1]) < int(first):
             raise UsageError(f"--rows {text!r}: write row numbers and ranges, as in 0,5-9")
         ranges.append(range(int(first), int(numbers[-1]) + 1))
-    return ranges
+    joined: list[range] = []
+    for rows in sorted(ranges, key=lambda r: r.start):
+        if joined and rows.start <= joined[-1].stop:
+            joined[-1] = range(joined[-1].start, max(joined[-1].stop, rows.stop))
+        else:
+            joined.append(rows)
+    return joined
 
 
-def _select(output: str, ranges: Sequence[range], errors: bool) -> Iterator[Row]:
-    end = max(r.stop for r in ranges)
-    for number, columns in _iter_output(output, ranges):
-        if number >= end:
-            return
-        row = _split_row(number, columns, output)
-        if any(number in r for r in ranges) and not (errors and row.result["finish_reason"] != "error"):
-            yield row
-
-
-def _iter_output(output: str, ranges: Sequence[range]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, columns) of the output's rows in order; batches without a wanted row are skipped unread."""
-    import fsspec
-
-    filesystem, path = fsspec.core.url_to_fs(output)
-    if not filesystem.exists(path):
-        raise UsageError(f"{output}: there is no such file or directory")
-    paths = [path]
-    if filesystem.isdir(path):
-        paths = sorted(filesystem.glob(path.rstrip("/") + "/part-*.parquet"))
-        if not paths:
-            raise UsageError(f"{output}: no finished part there yet")
-    first = 0
-    for part in paths:
-        reader = _iter_jsonl if part.endswith(".jsonl") else _iter_parquet
-        with filesystem.open(part, "rb") as file:
-            first = yield from reader(file, first, ranges, part)
-
-
-def _iter_parquet(
-    file: Any, first: int, ranges: Sequence[range], path: str
-) -> Generator[tuple[int, dict[str, Any]], None, int]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        reader = parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise UsageError(f"{path}: not a Parquet file ({error})") from error
-    for group in range(reader.num_row_groups):
-        count = reader.metadata.row_group(group).num_rows
-        if _overlaps(range(first, first + count), ranges):
-            yield from _iter_row_group(reader, group, first)
-        first += count
-    return first
-
-
-def _iter_row_group(reader: Any, group: int, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    for batch in reader.iter_batches(_BATCH_ROWS, row_groups=[group]):
-        for offset in range(batch.num_rows):
-            yield first + offset, batch.slice(offset, 1).to_pylist()[0]
-        first += batch.num_rows
-
-
-def _iter_jsonl(
-    file: Any, first: int, ranges: Sequence[range], path: str
-) -> Generator[tuple[int, dict[str, Any]], None, int]:
-    for number, line in enumerate(file, first):
-        if _overlaps(range(number, number + 1), ranges):
-            try:
-                columns = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{path}: line {number + 1} is not JSON ({error})") from error
-            yield number, columns if isinstance(columns, dict) else {}
-        first = number + 1
-    return first
-
-
-def _overlaps(rows: range, ranges: Sequence[range]) -> bool:
-    return any(max(rows.start, r.start) < min(rows.stop, r.stop) for r in ranges)
-
-
-def _split_row(number: int, columns: dict[str, Any], output: str) -> Row:
-    from batchinfer.data.result_schema import result_schema
-
-    prefixes = [name.removesuffix("finish_reason") for name in columns if name.endswith("finish_reason")]
-    prefix = next((p for p in prefixes if {p + "completion", p + "request_id"} <= columns.keys()), None)
-    if prefix is None:
-        raise UsageError(f"{output}: not an output of batchinfer, as it has no columns completion and finish_reason")
-    names = {
-        n: n.removeprefix(prefix)
-        for n in result_schema(prefix, token_ids=True, logprobs=True, prompt_logprobs=True).names
-        if n in columns
-    }
-    inputs = {name: value for name, value in columns.items() if name not in names}
-    return Row(number, inputs, {short: columns[name] for name, short in names.items()})
-
-
-def _render(row: Row, columns: Sequence[str] | None, width: int) -> str:
+def _render(row: "OutputRow", columns: Sequence[str] | None, width: int, most_characters: int | None) -> str:
+    """most_characters: of a text that is shown; None for all."""
     ids = [f"{name} {row.inputs[name]}" for name in _ID_COLUMNS if row.inputs.get(name) is not None]
     if row.result["sample_index"]:
         ids.append(f"sample {row.result['sample_index']}")
     heading = " · ".join([f"row {row.number}", *ids])
     lines = [f"── {_printable(heading)} ".ljust(width, "─")]
     for name in _shown_columns(row, columns):
-        lines += _field(name, _text(row.inputs[name]), width)
+        lines += _field(name, _clipped(_text(row.inputs[name]), most_characters), width)
     if row.result["finish_reason"] == "error":
         lines += _field("error", f"{row.result['error_code']}: {row.result['error_message']}", width)
     else:
-        lines += _field("completion", row.result["completion"] or "", width)
+        lines += _field("completion", _clipped(row.result["completion"] or "", most_characters), width)
         lines += _field("", _figures(row.result), width)
     return "\n".join(lines) + "\n"
 
 
-def _shown_columns(row: Row, columns: Sequence[str] | None) -> Sequence[str]:
+def _shown_columns(row: "OutputRow", columns: Sequence[str] | None) -> Sequence[str]:
     if columns is None:
         return [name for name in _PROMPT_COLUMNS if name in row.inputs] or list(row.inputs)
     for name in columns:
         if name not in row.inputs:
             raise UsageError(f"--columns {name}: the input had the columns {', '.join(row.inputs)}")
     return columns
+
+
+def _clipped(text: str, most_characters: int | None) -> str:
+    if most_characters is None or len(text) <= most_characters:
+        return text
+    return f"{text[:most_characters]}… ({len(text) - most_characters:,} more characters; --full shows all)"
 
 
 def _text(value: Any) -> str:
@@ -178,7 +102,7 @@ def _text(value: Any) -> str:
         and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
     ):
         return "\n".join(f"{message['role']}: {_text(message['content'])}" for message in value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _figures(result: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """Arrow batches as lines of JSON that keep each value: text that JSON has no form for becomes a string that can be read
-back. Used for single-file .jsonl output."""
+back. Used for single-file .jsonl output, and where an output is shown."""
 
 import base64
 import json
@@ -11,26 +11,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import types
 
+from batchinfer.data.jsonl_schema import is_json_text
+
 # Legal inside JSON strings, but many readers of lines break at them.
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": "), allow_nan=False).encode
 
 
 def to_lines(table: pa.Table | pa.RecordBatch) -> Iterator[str]:
-    """One JSON object a row, without the newline. Timestamps, dates and times are ISO 8601, decimals strings, binary
-    base64, NaN and infinity null, maps lists of pairs, durations ISO 8601 seconds; columns of JSON text (field
-    metadata batchinfer=json) become JSON again."""
+    """One JSON object a row, without the newline."""
+    for row in to_rows(table):
+        yield _encode(row).translate(_LINE_BREAKS)
+
+
+def to_rows(table: pa.Table | pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """The rows as JSON values. Timestamps, dates and times are ISO 8601, decimals strings, binary base64, NaN and
+    infinity null, maps lists of pairs, durations ISO 8601 seconds; columns of JSON text become JSON again."""
     names = table.schema.names
     columns = [
-        _json_text(column) if _is_json(field) else values(column)
+        _json_text(column) if is_json_text(field) else values(column)
         for field, column in zip(table.schema, table.columns, strict=True)
     ]
     for row in zip(*columns, strict=True):
-        yield _encode(dict(zip(names, row, strict=True))).translate(_LINE_BREAKS)
-
-
-def _is_json(field: pa.Field) -> bool:
-    return (field.metadata or {}).get(b"batchinfer") == b"json"
+        yield dict(zip(names, row, strict=True))
 
 
 def _json_text(column: pa.ChunkedArray | pa.Array) -> list[Any]:

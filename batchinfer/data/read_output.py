@@ -1,34 +1,122 @@
-"""Reads an output back in its row order. Used by summaries and tests."""
+"""Reads an output back in its row order, results apart from input columns. Used by `batchinfer show`."""
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from batchinfer.config import InputConfig
-from batchinfer.data.output_layout import PART_NAME, OutputLayout
-from batchinfer.data.readers import iter_rows
-from batchinfer.data.shards import discover
-from batchinfer.data.storage import open_storage
+from batchinfer.data.files import Location, locate, naming_faults
+from batchinfer.data.json_lines import to_rows
+from batchinfer.data.jsonl import LineError, error_message, iter_lines, open_lines, parse_line
+from batchinfer.data.output_layout import PART_NAME
+from batchinfer.data.parquet_input import inspect_parquet, iter_parquet
+from batchinfer.data.result_schema import result_schema
 from batchinfer.errors import UsageError
 
-
-def iter_output(target: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The rows of a finished output, or of the parts that an unfinished directory holds so far, in slices of bounded
-    size. columns: None for all. UsageError where there is nothing to read."""
-    for path in output_files(target):
-        for shard in discover(InputConfig(input=(path,))).shards:
-            with contextlib.closing(iter_rows(shard, 0, None, columns)) as batches:  # type: ignore[type-var]
-                for batch in batches:
-                    yield batch.table
+_BATCH_ROWS = 64  # become Python values together, though the reader may want but a few
+_JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_ADVICE = "it may be cut short or of another format"
 
 
-def output_files(target: str) -> list[str]:
-    """Full names of the finished files of an output, in order."""
-    layout = OutputLayout.of(target)
-    storage = open_storage(layout.root, layout.scratch)
-    names = [layout.file] if layout.file else [n for n in storage.list() if PART_NAME.fullmatch(n)]
-    paths = [storage.path(name) for name in names if storage.exists(name)]
-    if not paths:
+class OutputRow(NamedTuple):
+    """A row as JSON values: its input columns, and its result without the job's --output-prefix.
+
+    number: of the output row, counted from 0 over all parts.
+    """
+
+    number: int
+    inputs: dict[str, Any]
+    result: dict[str, Any]
+
+
+def iter_output(target: str, rows: Sequence[range], only_errors: bool = False) -> Iterator[OutputRow]:
+    """The rows of an output directory (of the parts that it holds so far), of one part or of a single file.
+
+    rows: which output rows, as rising ranges that do not overlap; of Parquet no other row group is decoded.
+    Raises UsageError naming the file where there is nothing to read, or something else than an output.
+    """
+    first = 0
+    for location in _files(target):
+        with naming_faults(location.uri, UsageError, _ADVICE):
+            if location.name.endswith(_JSONL):
+                yield from _read_jsonl(location, rows, only_errors)
+                return
+            schema, num_rows = inspect_parquet(location)
+            columns = _Columns(schema.names, location.uri)
+            for row_range in _within(rows, first, first + num_rows):
+                yield from _read_parquet(location, schema, columns, first, row_range, only_errors)
+            first += num_rows
+
+
+def _files(target: str) -> list[Location]:
+    location = locate(target)
+    with naming_faults(location.uri, UsageError, "check the rights to it"):
+        if location.is_file():
+            return [location]
+        if not location.is_directory():
+            raise UsageError(f"{target}: there is no such file or directory")
+        parts = [child for child in location.children() if PART_NAME.fullmatch(child.name)]
+    if not parts:
         raise UsageError(f"{target}: no finished part there yet")
-    return paths
+    return sorted(parts, key=lambda part: (len(part.name), part.name))  # part-100000 comes after part-99999
+
+
+class _Columns:
+    """Which columns of an output hold the result. Raises UsageError where it has none."""
+
+    def __init__(self, names: Sequence[str], where: str) -> None:
+        prefixes = [name.removesuffix("request_id") for name in names if name.endswith("request_id")]
+        found = [prefix for prefix in prefixes if set(result_schema(prefix).names) <= set(names)]
+        if not found:
+            raise UsageError(f"{where}: not an output of batchinfer, as it lacks columns of results")
+        self.names = list(names)
+        self.prefix = found[-1]  # an earlier one is of the output that was this job's input
+        appended = set(names[self.names.index(f"{self.prefix}request_id") :])
+        known = result_schema(self.prefix, token_ids=True, logprobs=True, prompt_logprobs=True).names
+        self._short_names = {name: name.removeprefix(self.prefix) for name in known if name in appended}
+
+    def row(self, number: int, values: dict[str, Any]) -> OutputRow:
+        inputs = {name: value for name, value in values.items() if name not in self._short_names}
+        return OutputRow(number, inputs, {short: values[name] for name, short in self._short_names.items()})
+
+
+def _within(rows: Sequence[range], start: int, stop: int) -> Iterator[range]:
+    """What the ranges share with rows [start, stop)."""
+    for part in rows:
+        shared = range(max(part.start, start), min(part.stop, stop))
+        if shared:
+            yield shared
+
+
+def _read_parquet(
+    location: Location, schema: pa.Schema, columns: _Columns, first: int, rows: range, only_errors: bool
+) -> Iterator[OutputRow]:
+    """first: number of the file's first row."""
+    batches = iter_parquet(location.uri, schema, rows.start - first, rows.stop - first, _BATCH_ROWS)
+    for start, batch in batches:
+        numbers = pa.array(range(first + start, first + start + batch.num_rows))
+        if only_errors:
+            failed = pc.equal(batch[f"{columns.prefix}finish_reason"], "error")
+            numbers, batch = numbers.filter(failed), batch.filter(failed)
+        for number, values in zip(numbers.to_pylist(), to_rows(batch), strict=True):
+            yield columns.row(number, values)
+
+
+def _read_jsonl(location: Location, rows: Sequence[range], only_errors: bool) -> Iterator[OutputRow]:
+    columns: _Columns | None = None
+    with location.open() as raw, open_lines(raw, location.name) as stream:
+        for number, line in enumerate(iter_lines(stream)):
+            if number >= rows[-1].stop:
+                return
+            if not any(number in part for part in rows):
+                continue
+            try:
+                values = parse_line(line.data)
+            except LineError as error:
+                raise UsageError(f"{location.uri}: {error_message(line.number, error)}") from error
+            if columns is None or columns.names != list(values):
+                columns = _Columns(list(values), location.uri)
+            row = columns.row(number, values)
+            if not only_errors or row.result["finish_reason"] == "error":
+                yield row

@@ -163,6 +163,42 @@ def test_long_text_is_wrapped_to_the_terminal(show, tmp_path):
     assert text.count("x") == 200 + text.count("prefix")
 
 
+def test_a_very_long_text_is_cut_unless_asked_for_whole(show, tmp_path):
+    pq.write_table(
+        pa.Table.from_pylist([output_row(0, prompt="p" * 1000, completion="z" * 2234)]), tmp_path / "x.parquet"
+    )
+    text = "".join(show(tmp_path / "x.parquet").split())
+    assert "zzz…(1,234morecharacters;--fullshowsall)" in text
+    assert text.count("z") == 1000
+    assert text.count("p" * 100) >= 9
+    assert "".join(show(tmp_path / "x.parquet", "--full").split()).count("z") == 2234
+
+
+def test_the_newer_result_of_an_output_that_was_an_input(show, tmp_path):
+    """Columns of the first job are input columns of the second, a column named as an optional one is, too."""
+    first = {**output_row(0, logprobs="data"), "completion": "older"}
+    second = {name: value for name, value in output_row(0, "out_").items() if name.startswith("out_")}
+    pq.write_table(pa.Table.from_pylist([{**first, **second}]), tmp_path / "x.parquet")
+    text = show(tmp_path / "x.parquet", "--columns", "completion,logprobs")
+    assert "completion  older" in text
+    assert "completion  answer 0" in text
+    assert "logprobs    data" in text
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_lines(show, tmp_path, suffix):
+    lines = "".join(json.dumps(output_row(n)) + "\n" for n in range(5)).encode()
+    with pa.output_stream(tmp_path / f"x.jsonl.{suffix}", compression={"gz": "gzip", "zst": "zstd"}[suffix]) as stream:
+        stream.write(lines)
+    assert shown_rows(show(tmp_path / f"x.jsonl.{suffix}", "--rows", "3,1")) == [1, 3]
+
+
+def test_parts_go_by_number(show, tmp_path):
+    for name in ("part-99999.parquet", "part-100000.parquet"):
+        pq.write_table(pa.Table.from_pylist([output_row(0, prompt=name)]), tmp_path / name)
+    assert show(tmp_path).index("part-99999") < show(tmp_path).index("part-100000")
+
+
 def test_a_completion_cannot_drive_the_terminal(show, tmp_path):
     rows = [output_row(0, prompt="\x1b]0;title\x07", completion="a\x1b[2Jb\rc\td\u202e")]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
@@ -177,9 +213,10 @@ def test_a_completion_cannot_drive_the_terminal(show, tmp_path):
         ("absent", (), "there is no such file"),
         ("empty", (), "no finished part there yet"),
         ("input.parquet", (), "not an output of batchinfer"),
-        ("broken.parquet", (), "not a Parquet file"),
-        ("broken.jsonl", (), "line 1 is not JSON"),
-        ("list.jsonl", (), "not an output of batchinfer"),
+        ("broken.parquet", (), "broken.parquet: cannot be read"),
+        ("broken.jsonl", (), "broken.jsonl: line 1: invalid JSON"),
+        ("list.jsonl", (), "list.jsonl: line 1: a JSON object is needed"),
+        ("other.jsonl", (), "not an output of batchinfer"),
         ("good.parquet", ("--rows", "1-x"), "write row numbers and ranges"),
         ("good.parquet", ("--rows", ""), "write row numbers and ranges"),
         ("good.parquet", ("--rows", "9-3"), "write row numbers and ranges"),
@@ -193,6 +230,7 @@ def test_faults_are_one_line(show, tmp_path, name, arguments, message):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "broken.jsonl").write_text("{\n")
     (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
     text = show(tmp_path / name, *arguments, code=ExitCode.USAGE)
     assert message in text
     assert text.startswith("batchinfer: error: ")

@@ -13,9 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 from output_jobs import answer, is_finished, make_job, open_writer, prompts, read_output, run_job, wanted_rows
 
+from batchinfer.config import InputConfig
 from batchinfer.data import parts, segments, writer
 from batchinfer.data.read_output import iter_output
+from batchinfer.data.readers import iter_rows
 from batchinfer.data.result_schema import result_schema
+from batchinfer.data.shards import discover
 from batchinfer.data.writer import open_output
 from batchinfer.errors import BatchInferError, ErrorCode, UsageError
 from batchinfer.request import RequestId, Result
@@ -25,6 +28,10 @@ NAMES = [
     *("prompt_tokens", "cached_prompt_tokens", "completion_tokens", "num_preemptions"),
     *("queue_ms", "prefill_ms", "ttft_ms", "tbt_mean_ms", "tbt_p50_ms", "tbt_p99_ms", "tbt_max_ms", "latency_ms"),
 ]
+
+
+def completions(target: str) -> list[str]:
+    return [row.result["completion"] for row in iter_output(target, [range(100)])]
 
 
 def test_output_row_k_is_input_row_k(tmp_path: Path) -> None:
@@ -100,7 +107,8 @@ def test_input_columns_come_back_unchanged(tmp_path: Path, target: str) -> None:
     metadata = pq.read_schema(path).metadata
     assert metadata[b"made by"] == b"a test"
     assert metadata[b"batchinfer.config"] == b'{"seed": 0}'
-    back = pa.Table.from_batches(iter_output(str(tmp_path / target), table.schema.names))
+    (shard,) = discover(InputConfig(input=(str(path),))).shards
+    back = pa.Table.from_batches(batch.table for batch in iter_rows(shard, 0, None, table.schema.names))
     assert back.schema.types == table.schema.types
     assert back.schema.field("extra").metadata == {b"batchinfer": b"json"}
     for name in set(table.schema.names) - {"score"}:
@@ -296,7 +304,7 @@ def test_finished_job_does_nothing_and_another_is_refused(tmp_path: Path, target
     with open_writer(tmp_path / target, changed, overwrite=True) as output:
         output.add([answer(0, 0, text="new"), answer(0, 1, text="new")])
         output.finish({})
-    assert [row["completion"] for b in iter_output(str(tmp_path / target)) for row in b.to_pylist()] == ["new", "new"]
+    assert completions(str(tmp_path / target)) == ["new", "new"]
 
 
 @pytest.mark.parametrize("target", ["out", "out.parquet"])
@@ -416,8 +424,7 @@ def test_output_on_an_object_store() -> None:
         output.add([answer(1, 0), answer(0, 0)])
         output.finish({})
     assert is_finished(target, job)
-    rows = [row for batch in iter_output(target) for row in batch.to_pylist()]
-    assert [row["completion"] for row in rows] == [f"answer {p}/0" for p in ("0/0", "0/1", "0/2", "1/0")]
+    assert completions(target) == [f"answer {p}/0" for p in ("0/0", "0/1", "0/2", "1/0")]
     with pytest.raises(UsageError, match="shards, was 2"):
         open_output(target, make_job([prompts("a", "b", "c")]))
 
