@@ -12,10 +12,12 @@ def option(
     kind: str = "value",
     metavar: str = "",
     affects_answers: bool = False,
+    unset: str = "none",
 ) -> Any:
     """A field that is also a command-line option.
 
     kind: value | flag (--x/--no-x) | many (repeatable) | size (bytes, "24MiB") | duration (seconds, "90m") | json.
+    unset: what None or no value means, in words.
     affects_answers: the value belongs to the fingerprint that a resumed job must keep (answers or file layout).
     """
     metadata = {
@@ -24,6 +26,7 @@ def option(
         "kind": kind,
         "metavar": metavar,
         "affects_answers": affects_answers,
+        "unset": unset,
     }
     if isinstance(default, list | dict):
         raise TypeError("option defaults are immutable")

@@ -2,16 +2,18 @@
 read by the pipeline, logged once and stored with the output."""
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from batchinfer.config import JobConfig, iter_options
 from batchinfer.errors import UsageError
-from batchinfer.units import parse_duration, parse_size
+from batchinfer.units import format_exact_bytes, parse_duration, parse_size
 
 Source = Literal["flag", "job file", "generation_config", "reference run", "default"]
+_MOST_CHARACTERS = 80  # of a quoted value that is shown
 
 
 class OptionValue(NamedTuple):
@@ -49,10 +51,11 @@ class EffectiveOptions(Mapping[str, OptionValue]):
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def refined(self, values: Mapping[str, Any], source: Source) -> "EffectiveOptions":
-        """With defaults replaced by `values` once `source` is read; what a flag or a job file said stays."""
-        kept = {name: option for name, option in self.items() if option.source != "default" or name not in values}
-        return EffectiveOptions({name: kept.get(name) or OptionValue(values[name], source) for name in self})
+    def refined(self, values: Mapping[str, OptionValue]) -> "EffectiveOptions":
+        """With `values`, known once the model's files are read, in place of defaults; what a flag or a job file said
+        stays."""
+        said = {name: option for name, option in self.items() if option.source != "default"}
+        return EffectiveOptions(self._values | dict(values) | said)
 
     def replaced(self, values: Mapping[str, Any], source: Source) -> "EffectiveOptions":
         """With `values` in place of what was said."""
@@ -62,9 +65,23 @@ class EffectiveOptions(Mapping[str, OptionValue]):
         """{name: {"value": ..., "source": ...}} in the order of the help text, for _stats.json and metadata."""
         return {name: {"value": _plain(option.value), "source": option.source} for name, option in self.items()}
 
-    def describe(self) -> list[str]:
-        """One line an option that is not at its default, as in "dtype = fp32 (flag)"."""
-        return [f"{name} = {value!r} ({source})" for name, (value, source) in self.items() if source != "default"]
+    def describe(self) -> str:
+        """The options that are not at their defaults, sampling aside, in one line, as in
+        "input=a.parquet, dtype=fp32 (flag); max_num_seqs=8 (job file)"."""
+        members = [member for group, member in iter_options() if group != "sampling"]
+        return self._by_source([member for member in members if self[member.name].source != "default"])
+
+    def describe_sampling(self) -> str:
+        """Each sampling parameter of rows that carry none, in one line: "temperature=0.2 (flag); top_p=1.0, …
+        (default)"."""
+        return self._by_source([member for group, member in iter_options() if group == "sampling"])
+
+    def _by_source(self, members: "Sequence[Field[Any]]") -> str:
+        texts: dict[Source, list[str]] = {source: [] for source in get_args(Source)}
+        for member in members:
+            value, source = self[member.name]
+            texts[source].append(f"{member.name}={_shown(member, value)}")
+        return "; ".join(f"{', '.join(found)} ({source})" for source, found in texts.items() if found)
 
     def __getitem__(self, name: str) -> OptionValue:
         return self._values[name]
@@ -78,6 +95,25 @@ class EffectiveOptions(Mapping[str, OptionValue]):
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(member: "Field[Any]", value: Any) -> str:
+    """A value as one would write it on the command line, in one line."""
+    if value is None:
+        return member.metadata["unset"]
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(_quoted(str(item)) for item in value) or member.metadata["unset"]
+    formats = {"size": format_exact_bytes, "duration": lambda seconds: f"{seconds:g}s"}
+    return formats.get(member.metadata["kind"], lambda other: _quoted(str(other)))(value)
+
+
+def _quoted(text: str) -> str:
+    """The text itself where it is a plain word; else as a JSON string, a long one cut."""
+    if re.fullmatch(r"[\w./:@%+*?~-]+", text):
+        return text
+    return json.dumps(text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…", ensure_ascii=False)
 
 
 def scalar_type(member: "Field[Any]") -> type:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from batchinfer.agreement import TokenKeeper, mean_agreement, reference_options
 from batchinfer.config import JobConfig, LimitsConfig
 from batchinfer.data.feeder import Feeder
+from batchinfer.data.files import read_option_file
 from batchinfer.data.job_input import JobInput, default_output
 from batchinfer.data.prompts import PromptBuilder
 from batchinfer.data.result_schema import Tally
@@ -27,7 +27,7 @@ from batchinfer.executors.local import load_engine, prepare_kernels
 from batchinfer.executors.loop import Discard, Ending, Sink, run_loop
 from batchinfer.models.loader import generation_config
 from batchinfer.models.resolve import resolve_model
-from batchinfer.options import EffectiveOptions
+from batchinfer.options import EffectiveOptions, OptionValue
 from batchinfer.process import StopSignals, peak_memory_bytes, versions
 from batchinfer.progress import Progress, ProgressFigures
 from batchinfer.request import Result
@@ -115,19 +115,16 @@ class _Run:
         self.phases = Phases()
         self._start = time.monotonic()
         self._config: JobConfig = options.config
-        for line in options.describe():
-            _say(f"option {line}")
+        _say(f"options: {options.describe()}")
         with self.phases.timed("input"):
             self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say)
         with self.phases.timed("model"):
             self._files = resolve_model(self._config.model.model, _say)
         _say(self._files.description)
         self._sampling, sources = resolve_sampling(self._config.sampling, generation_config(self._files.path))
-        taken = {name: getattr(self._sampling, name) for name, source in sources.items() if source != "flag"}
-        from_model = {name: value for name, value in taken.items() if sources[name] == "generation_config"}
-        self._options = options.refined(from_model, "generation_config")
-        for name, value in from_model.items():
-            _say(f"option {name} = {value!r} (generation_config)")
+        effective = {name: OptionValue(getattr(self._sampling, name), source) for name, source in sources.items()}
+        self._options = options.refined(effective)
+        _say(f"sampling of rows that do not choose: {self._options.describe_sampling()}")
         self._statistics = RequestStatistics()
 
     def output_job(self) -> OutputJob:
@@ -270,26 +267,20 @@ class _EndingRules:
 def _with_earlier_runs(stats: dict[str, Any], before: Tally) -> dict[str, Any]:
     """The figures with the counts of what earlier runs answered added."""
     counts = ("rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
-    errors = Counter(stats["errors_by_code"]) + before.errors
     totals = {name: stats[name] + getattr(before, name) for name in counts}
-    return {**stats, **totals, "errors_by_code": dict(sorted(errors.items()))}
+    errors = Counter(stats["errors_by_code"]) + before.errors
+    reasons = {name: count + before.finish_reasons[name] for name, count in stats["finish_reasons"].items()}
+    return {**stats, **totals, "finish_reasons": reasons, "errors_by_code": dict(sorted(errors.items()))}
 
 
 def _with_file_contents(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with the text of template files in place of their names."""
     texts = dict(options)
     if options["chat_template"] is not None:
-        texts["chat_template"] = _read("--chat-template", options["chat_template"])
+        texts["chat_template"] = read_option_file("--chat-template", options["chat_template"])
     if (options["template"] or "").startswith("@"):
-        texts["template"] = _read("--template", options["template"][1:])
+        texts["template"] = read_option_file("--template", options["template"][1:])
     return texts
-
-
-def _read(option: str, path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"{option} {path}: cannot be read ({error})") from error
 
 
 def _say(line: str) -> None:

@@ -16,6 +16,7 @@ class SamplingConfig:
         "Most tokens of a completion; 0 only scores the prompt.  [default: the room left]",
         metavar="N",
         affects_answers=True,
+        unset="room left",
     )
     min_tokens: int | None = option(
         None, "Fewest tokens of a completion.  [default: 0]", metavar="N", affects_answers=True

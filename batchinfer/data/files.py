@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
@@ -113,6 +114,14 @@ def naming_faults(uri: str, error_class: type[BatchInferError], advice: str) -> 
         raise
     except faults as error:
         raise error_class(f"{uri}: cannot be read ({first_line(error)}): {advice}") from error
+
+
+def read_option_file(option: str, path: str) -> str:
+    """The text of a local file that an option names. Raises UsageError naming both."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 class HashingFile(io.RawIOBase):

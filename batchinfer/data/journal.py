@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinfer.data import segments
-from batchinfer.data.result_schema import Tally
+from batchinfer.data.result_schema import TALLY_COLUMNS, Tally
 from batchinfer.data.row_map import Positions, RowMap
 from batchinfer.data.segments import KEYS, MAX_RECORDS, BatchReader, Records, Row, byte_slices
 from batchinfer.data.storage import Storage
@@ -145,7 +145,7 @@ class Journal:
         tables = []
         try:
             for batch in _observe(segments.read_batches(self._storage, name, self._schema), records):
-                tables.append(batch.select(["shard", "row", *_TALLIED]))
+                tables.append(batch.select(["shard", "row", *TALLY_COLUMNS]))
         except (pa.ArrowException, OSError, ValueError) as e:
             _log.warning("%s is damaged (%s); its rows are computed again", self._storage.path(name), e)
             return False
@@ -226,9 +226,6 @@ class Journal:
         rows, samples = expand_records(counts)
         for part in byte_slices(nbytes[rows], _SLICE_BYTES, MAX_RECORDS):
             yield from self.gather(positions[rows[part]], samples[part]).combine_chunks().to_batches()
-
-
-_TALLIED = ("sample_index", "prompt_tokens", "cached_prompt_tokens", "completion_tokens", "error_code")
 
 
 def expand_records(counts: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

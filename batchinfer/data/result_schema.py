@@ -149,6 +149,7 @@ class Tally:
 
     rows: int = 0  # input rows
     completions: int = 0  # output rows
+    finish_reasons: Counter[str] = field(default_factory=Counter)  # output rows by finish_reason
     errors: Counter[str] = field(default_factory=Counter)  # output rows by error code
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -164,9 +165,13 @@ class Tally:
         self.rows += pc.sum(pc.equal(batch[prefix + "sample_index"], 0)).as_py() or 0
         for name in ("prompt_tokens", "cached_prompt_tokens", "completion_tokens"):
             setattr(self, name, getattr(self, name) + (pc.sum(batch[prefix + name]).as_py() or 0))
-        for entry in pc.value_counts(batch[prefix + "error_code"]):
-            if entry["values"].is_valid:
-                self.errors[entry["values"].as_py()] += entry["counts"].as_py()
+        for name, counts in (("finish_reason", self.finish_reasons), ("error_code", self.errors)):
+            for entry in pc.value_counts(batch[prefix + name]):
+                if entry["values"].is_valid:
+                    counts[entry["values"].as_py()] += entry["counts"].as_py()
 
 
-TALLY_COLUMNS = ("sample_index", "prompt_tokens", "cached_prompt_tokens", "completion_tokens", "error_code")
+TALLY_COLUMNS = (
+    *("sample_index", "finish_reason", "error_code"),
+    *("prompt_tokens", "cached_prompt_tokens", "completion_tokens"),
+)

@@ -2,13 +2,13 @@
 prompt_source.py."""
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchinfer.data.columns import is_missing
+from batchinfer.data.files import read_option_file
 from batchinfer.errors import ErrorCode, RowError, UsageError
 
 
@@ -21,7 +21,7 @@ class RowTemplate:
 
     def __init__(self, text: str, available: Collection[str]) -> None:
         self._environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_refuse_missing)
-        source = _read_source(text)
+        source = read_option_file("--template", text[1:]) if text.startswith("@") else text
         try:
             names = meta.find_undeclared_variables(self._environment.parse(source))
             self._template = self._environment.from_string(source)
@@ -47,16 +47,6 @@ def _refuse_missing(value: Any) -> Any:
     if is_missing(value):
         raise RowError(ErrorCode.NULL_PROMPT, "--template writes a value that is null in this row")
     return value
-
-
-def _read_source(text: str) -> str:
-    if not text.startswith("@"):
-        return text
-    path = Path(text[1:])
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--template @{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _quoted(names: Collection[str]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.data.detokenizer import IncrementalDetokenizer, TokenBytes, byte_decoder
+from batchinfer.data.files import first_line, read_option_file
 from batchinfer.errors import BatchInferError, ErrorCode, RowError, UsageError
 
 if TYPE_CHECKING:
@@ -50,12 +51,11 @@ class Tokenizer:
         chat_template: a Jinja file that replaces the model's chat template.
         Raises BatchInferError where there is no tokenizer to load, UsageError for an unreadable chat_template.
         """
-        template = None if chat_template is None else _read_template(Path(chat_template))
+        template = None if chat_template is None else read_option_file("--chat-template", chat_template)
         try:
             hf_tokenizer = _load_hf_tokenizer(path)
         except Exception as error:  # a broken file shows as any exception of the libraries that read it
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise BatchInferError(f"{path}: the tokenizer cannot be loaded: {reason}") from error
+            raise BatchInferError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
         if template is not None:
             hf_tokenizer.chat_template = template
         return cls(hf_tokenizer)
@@ -142,13 +142,6 @@ def _load_hf_tokenizer(path: Path) -> "PreTrainedTokenizerFast":
 def _tokenizer_class(path: Path) -> str | None:
     config = path / "tokenizer_config.json"
     return json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") if config.is_file() else None
-
-
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _chunks(texts: Sequence[str]) -> Iterator[Sequence[str]]:

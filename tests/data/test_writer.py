@@ -221,6 +221,7 @@ def test_resume_keeps_everything(tmp_path: Path) -> None:
         output.add([answer(0, row, text=f"second {row}") for row in range(110, 200)])  # ten answers come again
         output.drain()
         assert output.tally.completions == 200
+        assert output.tally.finish_reasons == {"stop": 200}
         assert output.tally.completion_tokens == sum(row % 3 + 1 for row in range(200))
         output.finish({})
     expected = [f"first {row}" for row in range(120)] + [f"second {row}" for row in range(120, 200)]

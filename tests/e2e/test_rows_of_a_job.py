@@ -115,13 +115,13 @@ def test_sampling_of_the_generation_config_is_said_stored_and_overridden(
     path = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "a"}])
     run(model_with_generation_config, path, "--max-tokens", 2, "--temperature", 0.2)
     lines = capsys.readouterr().err.splitlines()
-    assert "batchinfer: option repetition_penalty = 1.1 (generation_config)" in lines
-    assert "batchinfer: option top_k = 20 (generation_config)" in lines
-    assert "batchinfer: option temperature = 0.2 (flag)" in lines
+    (said,) = [line for line in lines if line.startswith("batchinfer: sampling of rows that do not choose: ")]
+    assert "max_tokens=2, temperature=0.2 (flag); top_k=20, repetition_penalty=1.1 (generation_config); " in said
+    assert "min_tokens=0, top_p=1.0, min_p=0.0, stop=none, " in said
     options = stats(tmp_path)["options"]
     assert options["repetition_penalty"] == {"value": 1.1, "source": "generation_config"}
     assert options["temperature"] == {"value": 0.2, "source": "flag"}
-    assert options["top_p"]["source"] == "default"
+    assert options["top_p"] == {"value": 1.0, "source": "default"}
     metadata = pa.parquet.read_schema(tmp_path / "out" / "part-00000.parquet").metadata
     assert json.loads(metadata[b"batchinfer.options"]) == options
 
