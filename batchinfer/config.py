@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 from batchinfer.option_field import option, require, require_choice
 from batchinfer.sampling_config import SamplingConfig
 
-KVCacheDtype = Literal["auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8"]
 KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ACTIVATION_DTYPES = ("auto", "int8")

@@ -48,13 +48,7 @@ class UsageError(BatchInferError):
     exit_code = ExitCode.USAGE
 
 
-class TooManyErrors(BatchInferError):
-    """More rows failed than `--max-errors` allows."""
-
-    exit_code = ExitCode.TOO_MANY_ERRORS
-
-
-class Interrupted(BatchInferError):
-    """A signal or the deadline ended the job; finished rows are safe and the same command resumes."""
-
-    exit_code = ExitCode.INTERRUPTED
+def first_line(error: BaseException) -> str:
+    """An exception's message cut to one line without the final full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__

@@ -1,6 +1,5 @@
 """Job files: TOML that holds any of run's options, with `{key}` in its text filled by --set. Read by cli/."""
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 
 from batchinfer.config import iter_options
 from batchinfer.errors import UsageError
-from batchinfer.options import coerce
+from batchinfer.options import coerce, did_you_mean
 
 # One brace each side: `{{ column }}` and `{% if %}` of Jinja templates and JSON objects stay as they are.
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_][A-Za-z0-9_-]*)\}(?!\})")
@@ -28,7 +27,8 @@ def read_job_file(path: Path, settings: Mapping[str, str]) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in members:
-            raise UsageError(f"{path}: unknown option {key!r}{_nearest(name, members)}")
+            advice = did_you_mean(name, members) or "`batchinfer run --help` lists them"
+            raise UsageError(f"{path}: unknown option {key!r}; {advice}")
         if name in values:
             raise UsageError(f"{path}: {key!r} stands there twice, with - and with _")
         values[name] = _coerce(members[name], value, key, path)
@@ -84,8 +84,3 @@ def _coerce(member: "Field[Any]", value: Any, key: str, path: Path) -> Any:
         return coerce(member, value)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path}: {key}: {error}") from error
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else "; `batchinfer run --help` lists them"

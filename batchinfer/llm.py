@@ -1,6 +1,5 @@
 """The engine from Python: `LLM(...).generate(prompts, params)`, with run's options by the same names."""
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -17,7 +16,7 @@ from batchinfer.errors import UsageError
 from batchinfer.executors.local import load_engine
 from batchinfer.models.loader import generation_config
 from batchinfer.models.resolve import resolve_model
-from batchinfer.options import coerce
+from batchinfer.options import coerce, did_you_mean
 from batchinfer.request import Request, Result, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -104,13 +103,8 @@ def _config(options: Mapping[str, Any]) -> JobConfig:
     values = {}
     for name, value in options.items():
         if name not in members:
-            near = difflib.get_close_matches(name, members, n=1)
-            meant = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else "those of `batchinfer run` about model, cache and sampling fit"
-            )
-            raise UsageError(f"LLM has no option {name!r}; {meant}")
+            advice = did_you_mean(name, members) or "those of `batchinfer run` about model, cache and sampling fit"
+            raise UsageError(f"LLM has no option {name!r}; {advice}")
         try:
             values[name] = value if value is None else coerce(members[name], value)
         except (ValueError, TypeError) as error:

@@ -1,9 +1,10 @@
 """The effective options of a job: each option's value and where it came from. Made by cli/ from flags and a job file,
 read by the pipeline, logged once and stored with the output."""
 
+import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import Field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -95,6 +96,12 @@ class EffectiveOptions(Mapping[str, OptionValue]):
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str | None:
+    """A question that names the known option nearest to `name`."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 def _shown(member: "Field[Any]", value: Any) -> str:

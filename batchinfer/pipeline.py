@@ -36,8 +36,8 @@ from batchinfer.timing import Phases
 
 Wanted = Callable[[int, int, int], npt.NDArray[np.bool_]]
 _ENDINGS = {
-    Ending.INTERRUPTED: (ExitCode.INTERRUPTED, "interrupted; the same command carries on"),
-    Ending.DEADLINE: (ExitCode.INTERRUPTED, "the deadline passed; the same command carries on"),
+    Ending.INTERRUPTED: (ExitCode.INTERRUPTED, "interrupted; the same command{} carries on"),
+    Ending.DEADLINE: (ExitCode.INTERRUPTED, "the deadline passed; the same command{} carries on"),
     Ending.TOO_MANY_ERRORS: (ExitCode.TOO_MANY_ERRORS, "more rows failed than --max-errors allows"),
 }
 
@@ -48,12 +48,13 @@ def run_job(options: EffectiveOptions) -> ExitCode:
     target = options.config.output.output or default_output(options.config.input.input[0])
     with StopSignals() as signals:
         run = _Run(options, signals)
-        opened = open_output(target, run.output_job(), options.config.output.overwrite)
+        overwrites = options.config.output.overwrite
+        opened = open_output(target, run.output_job(), overwrites)
         if isinstance(opened, FinishedOutput):
             _say(f"{opened.target} is finished already; --overwrite answers the rows again")
             return ExitCode.DONE
         with opened as writer:
-            return _answer_to_files(run, writer, target)
+            return _answer_to_files(run, writer, target, overwrites)
 
 
 def bench_throughput(
@@ -87,7 +88,7 @@ def _measure(run: "_Run", sink: Sink) -> dict[str, Any]:
     return {"startup_s": run.startup_s, "max_model_len": run.max_model_len, **run.figures(Tally())}
 
 
-def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode:
+def _answer_to_files(run: "_Run", writer: OutputWriter, target: str, overwrites: bool) -> ExitCode:
     before = deepcopy(writer.tally)
     if writer.is_resumed:
         _say(f"carrying on: {writer.num_resumed:,} of {writer.num_rows:,} rows are answered already")
@@ -97,6 +98,7 @@ def _answer_to_files(run: "_Run", writer: OutputWriter, target: str) -> ExitCode
     if writer.num_done < writer.num_rows:
         writer.flush()
         code, message = _ENDINGS[ending]
+        message = message.format(" without --overwrite" if overwrites else "")
         _say(f"{message} ({writer.num_done:,} of {writer.num_rows:,} rows are answered in {target})")
         return code
     with run.phases.timed("output"):

@@ -3,13 +3,14 @@ engine/; nothing here imports torch."""
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import ErrorCode
+from batchinfer.option_field import require
 
 FinishReason = Literal["stop", "length", "error"]
 GREEDY_EPSILON = 1e-3  # temperatures below this are greedy: dividing logits by them overflows
@@ -43,33 +44,26 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        check = _Check()
-        check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
-        check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", self.max_tokens, "0 or more")
+        require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
-        check(fits, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        check(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more, finite")
-        check(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 or -1 for off")
-        check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        check(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
-        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
-        check(all(self.stop), "stop", self.stop, "non-empty strings")
-        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
-        check(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
-        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
-        check(all(math.isfinite(b) for _, b in self.logit_bias), "logit_bias", self.logit_bias, "finite biases")
-        check(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
-        check(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "from 0 to 100")
+        require(fits, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 or more, finite")
+        require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 or -1 for off")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        require(all(self.stop), "stop", self.stop, "non-empty strings")
+        require(0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", self.presence_penalty, "from -2 to 2")
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", self.frequency_penalty, "from -2 to 2")
+        require(all(math.isfinite(b) for _, b in self.logit_bias), "logit_bias", self.logit_bias, "finite biases")
+        require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
+        require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs", self.logprobs, "from 0 to 100")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
-
-
-class _Check:
-    def __call__(self, holds: bool, name: str, value: object, allowed: str) -> None:
-        if not holds:
-            raise ValueError(f"{name} = {value!r}: must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -168,7 +162,7 @@ class Result:
     num_preemptions: int | None = None
     times: RequestTimes | None = None
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprob] | None = field(default=None)
+    logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
     @property

@@ -37,9 +37,12 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         with StopSignals():
             return int(batchinfer.main(arguments, prog_name="batchinfer", standalone_mode=False) or ExitCode.DONE)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
+    except click.UsageError as error:
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click before 8.2 leaves quietly
+            error.show()
+            return error.exit_code
+        command = error.ctx.command_path if error.ctx else "batchinfer"
+        return _fail(f"{error.format_message()} (`{command} --help` says more)", ExitCode.USAGE)
     except click.Abort:
         return _fail("interrupted; the same command carries on", ExitCode.INTERRUPTED)
     except BatchInferError as error:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from batchinfer.errors import BatchInferError, UsageError
+from batchinfer.errors import BatchInferError, UsageError, first_line
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}  # URL scheme -> extra of this package
 _CONTENT_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id")  # what object stores call a content's identity
@@ -92,12 +92,6 @@ def _install_advice(text: str, error: ImportError) -> str:
     if extra:
         return f"support for this kind of URL is not installed: pip install 'batchinfer[{extra}]'"
     return f"support for this kind of URL is not installed: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's message cut to one line without the final full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -55,7 +55,8 @@ class JobInput:
 def _counted(num_rows: int, shard_set: ShardSet) -> str:
     shards = len(shard_set.shards)
     of = f" of {shard_set.num_rows:,}" if num_rows != shard_set.num_rows else ""
-    return f"{num_rows:,}{of} rows in {shards:,} shard{'s' if shards > 1 else ''}"
+    rows = f"row{'s' if shard_set.num_rows > 1 else ''}"
+    return f"{num_rows:,}{of} {rows} in {shards:,} shard{'s' if shards > 1 else ''}"
 
 
 def default_output(first_input: str) -> str:

@@ -1,7 +1,6 @@
 """Which rows a job answers and in which part each stands: a pure function of the input and the options. Used by the
 journal's index and the writer."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,9 +107,6 @@ class PartMap:
             for start in range(first, last, rows_per_part):
                 self.parts.append(Part(len(self.parts), shard, start, min(start + rows_per_part, last)))
         self._starts = [part.start for part in self.parts]
-
-    def part_of(self, position: int) -> Part:
-        return self.parts[bisect_right(self._starts, position) - 1]
 
     def count_by_part(self, positions: Positions) -> npt.NDArray[np.int64]:
         """int64 [num_parts]: how many of the positions lie in each part."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.files import Location, first_line, locate
+from batchinfer.data.files import Location, locate
 from batchinfer.data.parquet_input import split_by_bytes
-from batchinfer.errors import UsageError
+from batchinfer.errors import UsageError, first_line
 
 _HUB_SPLIT = re.compile(r"hf://datasets/(?P<name>[^:@]+)(:(?P<config>[^:\[\]]+))?:(?P<split>\w+)")
 _HUB_TIMEOUT_S = 5

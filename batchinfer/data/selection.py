@@ -4,13 +4,13 @@ so that a resumed job selects the same rows."""
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.data.row_map import Selection
 from batchinfer.data.shards import ShardSet
 
-Selection = npt.NDArray[np.int64] | None  # sorted row numbers of one shard; None: all of them
 _CHUNK_ROWS = 1 << 20
 
 
-def select_rows(shard_set: ShardSet, limit: int | None, sample: int | None, seed: int) -> tuple[Selection, ...]:
+def select_rows(shard_set: ShardSet, limit: int | None, sample: int | None, seed: int) -> Selection:
     """For each shard the rows to answer: the first `limit` of the input, or `sample` rows drawn by `seed`.
 
     A larger sample under the same seed contains the smaller one. At most one of `limit` and `sample` may be given.
@@ -26,7 +26,7 @@ def select_rows(shard_set: ShardSet, limit: int | None, sample: int | None, seed
     return (None,) * len(counts)
 
 
-def _by_shard(rows: npt.NDArray[np.int64], counts: list[int]) -> tuple[Selection, ...]:
+def _by_shard(rows: npt.NDArray[np.int64], counts: list[int]) -> Selection:
     """Splits sorted row numbers of the whole input by shard."""
     starts = np.concatenate([[0], np.cumsum(counts)])
     bounds = np.searchsorted(rows, starts)

@@ -16,7 +16,7 @@ HINTS = {
     errno.EACCES: "make it writable for this user or choose another --output",
     errno.EPERM: "make it writable for this user or choose another --output",
     errno.EROFS: "the file system is read-only; choose another --output",
-    errno.ENOTDIR: "choose another --output",
+    **dict.fromkeys((errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.ENAMETOOLONG), "choose another --output"),
 }
 ANY_HINT = "run the same command again to carry on: finished rows are kept"
 

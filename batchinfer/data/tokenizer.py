@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.data.detokenizer import IncrementalDetokenizer, TokenBytes, byte_decoder
-from batchinfer.data.files import first_line, read_option_file
-from batchinfer.errors import BatchInferError, ErrorCode, RowError, UsageError
+from batchinfer.data.files import read_option_file
+from batchinfer.errors import BatchInferError, ErrorCode, RowError, UsageError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

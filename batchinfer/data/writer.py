@@ -145,10 +145,6 @@ class OutputWriter:
         self._claim = replace(self._claim, manifest=replace(self._claim.manifest, kept=values))
         self._storage.put(self._layout.job, self._claim.manifest.to_json())
 
-    def is_done(self, shard: int, row: int) -> bool:
-        """The row is safe. KeyError where it is not among those to answer."""
-        return self._journal.has(self._rows.position(shard, row))
-
     def wanted(self, shard: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """bool [stop - start]: which of the shard's rows are still to be answered."""
         rows, first = self._rows.within(shard, start, stop)

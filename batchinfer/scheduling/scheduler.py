@@ -70,10 +70,6 @@ class Scheduler:
         return self._table.num_running
 
     @property
-    def num_steps_in_flight(self) -> int:
-        return len(self._steps)
-
-    @property
     def has_unfinished(self) -> bool:
         return len(self._waiting) > 0 or self._table.num_running > 0
 

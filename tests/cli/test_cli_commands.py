@@ -8,7 +8,7 @@ import pytest
 
 from batchinfer.cli import main as cli
 from batchinfer.config import JobConfig, iter_options
-from batchinfer.errors import ExitCode, Interrupted, TooManyErrors
+from batchinfer.errors import BatchInferError, ExitCode, UsageError
 
 STATS = {
     "rows": 3,
@@ -158,7 +158,8 @@ def test_usage_mistakes_exit_2_with_one_reason(pipeline, capsys, arguments, mess
     assert call(*arguments) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert message in captured.err
-    assert "Traceback" not in captured.err
+    assert captured.err.startswith("batchinfer: error: ")
+    assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert pipeline.calls == []
 
@@ -168,8 +169,8 @@ def test_usage_mistakes_exit_2_with_one_reason(pipeline, capsys, arguments, mess
     [
         (ExitCode.TOO_MANY_ERRORS, 3, ""),
         (ExitCode.INTERRUPTED, 75, ""),
-        (TooManyErrors("7 of 9 rows failed;\n see there"), 3, "batchinfer: error: 7 of 9 rows failed; see there\n"),
-        (Interrupted("stopped"), 75, "batchinfer: error: stopped\n"),
+        (BatchInferError("7 of 9 are torn;\n see there"), 1, "batchinfer: error: 7 of 9 are torn; see there\n"),
+        (UsageError("not so"), 2, "batchinfer: error: not so\n"),
         (OSError(28, "No space left on device", "/x/part"), 1, "batchinfer: error: /x/part: No space left on device\n"),
         (PermissionError("no"), 1, "batchinfer: error: no\n"),
     ],

@@ -196,7 +196,7 @@ def test_only_selected_rows_are_answered_and_written(tmp_path: Path) -> None:
         assert output.num_rows == 6
         assert output.wanted(0, 2, 9).tolist() == [True, False, False, True, False, False, True]
         with pytest.raises(KeyError):
-            output.is_done(0, 3)
+            output.add([answer(0, 3)])
         output.add([answer(0, 9), answer(0, 5), answer(0, 1), answer(0, 2)])
         output.drain()
         assert sorted(p.name for p in (tmp_path / "out").glob("part*")) == [
