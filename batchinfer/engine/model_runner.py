@@ -44,7 +44,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> float32 [n, vocab_size]."""
+        """[n, hidden_size] -> [n, vocab_size], of a float dtype."""
         ...
 
 

@@ -24,7 +24,7 @@ def score_tokens(
     """
     rows = max(1, _ELEMENTS // vocab_size)
     parts = [
-        sampling.token_logprobs(compute_logits(chunk), ids, 0)[0]
+        sampling.token_logprobs(compute_logits(chunk).float(), ids, 0)[0]
         for chunk, ids in zip(hidden.split(rows), token_ids.split(rows), strict=True)
     ]
     return torch.cat(parts)

@@ -60,7 +60,8 @@ class Sampler:
         self._num_logprobs[slot] = _NO_LOGPROBS
 
     def sample(self, logits: Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> SampledTokens:
-        """logits float32 [n, vocab], left as they are; slots [n]; positions [n]: places of the tokens to sample."""
+        """logits [n, vocab], of a float dtype, left as they are; slots [n]; positions [n]: places of the tokens to
+        sample."""
         token_ids, is_finite = sampling.greedy(logits)
         draws = self._temperature[slots] > 0
         is_adjusted = self._is_adjusted[slots]
@@ -79,8 +80,8 @@ class Sampler:
     def _adjusted(
         self, logits: Tensor, rows: Indices, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]
     ) -> Tensor:
-        """A copy of the rows with their bias, penalties and barred tokens applied."""
-        chosen = logits[self._tensor(rows)]
+        """A float32 copy of the rows with their bias, penalties and barred tokens applied."""
+        chosen = logits[self._tensor(rows)].float()
         if self._is_adjusted[slots[rows]].any():
             self._adjustments.apply(chosen, slots[rows].tolist(), positions[rows].tolist())
         return chosen
@@ -98,7 +99,7 @@ class Sampler:
         for rows in _blocks(asking, logits.shape[-1]):
             index = self._tensor(rows)
             ids = token_ids[index]
-            found = sampling.token_logprobs(logits[index], ids, int(num_logprobs[rows].max()))
+            found = sampling.token_logprobs(logits[index].float(), ids, int(num_logprobs[rows].max()))
             columns = (ids.tolist(), *(values.tolist() for values in found))
             for row, token_id, logprob, top_ids, top in zip(rows.tolist(), *columns, strict=True):
                 count = int(num_logprobs[row])

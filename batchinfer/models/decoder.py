@@ -1,7 +1,7 @@
 """The one decoder that runs all families, driven by a DecoderSpec. Built by loader, called by the engine's model
 runner."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,10 @@ from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
 from batchinfer.models.attention import Attention, StepRotation
 from batchinfer.models.batch import Batch
-from batchinfer.models.linear import Projection
+from batchinfer.models.linear import Int8Linear, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
 from batchinfer.models.spec import DecoderSpec
-
-LOGITS_CHUNK_BYTES = 32 << 20  # logits in the model's precision that exist beside the float32 ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +100,12 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size], rows of forward's result. Returns float32 [n, vocab_size]."""
+        """hidden: [n, hidden_size], rows of forward's result. Returns [n, vocab_size] in the model's dtype, or float32
+        from a head of 8-bit integers, whose sums are finer than that."""
+        if not isinstance(self._lm_head, Int8Linear):
+            return self._lm_head(hidden)
         logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
-        for rows in _row_chunks(len(hidden), LOGITS_CHUNK_BYTES // (self.vocab_size * hidden.element_size())):
-            self._lm_head.fill(logits[rows], hidden[rows])
+        self._lm_head.fill(logits, hidden)
         return logits
 
     def _rotation(self, batch: Batch, prompt_lens: Tensor | None) -> StepRotation:
@@ -116,9 +116,3 @@ class Decoder:
             lengths = torch.maximum(of_sequence.to(torch.int64).repeat_interleave(q_lens), batch.positions + 1)
         rows = torch.arange(len(batch.positions), device=self.device)
         return StepRotation(self._rope.cos_sin(batch.positions, lengths), rows)
-
-
-def _row_chunks(num_rows: int, chunk: int) -> Iterator[slice]:
-    chunk = max(1, chunk)
-    for first in range(0, num_rows, chunk):
-        yield slice(first, first + chunk)

@@ -13,6 +13,7 @@ from batchinfer.models.decoder import Decoder, DecoderLayer
 from batchinfer.models.families.common import WeightNames
 from batchinfer.models.linear import Int8Linear, Linear, Projection
 from batchinfer.models.mlp import GatedMLP
+from batchinfer.models.packed_linear import PackedLinear
 from batchinfer.models.spec import DecoderSpec
 
 
@@ -115,7 +116,7 @@ class _Builder:
         """is_shared: something else keeps the weight, too."""
         own = Linear(weight, bias)
         if self._activation_dtype == "auto":
-            return own
+            return own if is_shared or not PackedLinear.can_pack(weight) else PackedLinear(weight, bias)
         quantised = Int8Linear(weight, bias)
         self._weight_bytes += quantised.nbytes - (0 if is_shared else own.nbytes)
         return quantised

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 KERNELS = Path(__file__).resolve().parents[1]
-OPERATIONS = ("gated_activation", "kv_store", "paged_attention", "quantized_linear", "rms_norm", "rotary")
+OPERATIONS = ("gated_activation", "kv_store", "paged_attention", "quantized_linear", "rms_norm", "rotary", "sampling")
 # As DType in native.h.
 FORMATS = {
     torch.float32: 0,

@@ -19,10 +19,7 @@ def rows_per_block(vocab_size: int) -> int:
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits float32 [n, vocab] -> (token ids int64 [n], is_finite bool [n]).
-
-    The lowest id wins a tie. A row with a NaN or +inf, or with nothing but -inf, is not finite: its id means nothing.
-    """
+    """See the package's `greedy`."""
     highest, token_ids = logits.max(dim=-1)
     return token_ids, highest.isfinite()
 

@@ -14,6 +14,7 @@ from batchinfer.kernels.rms_norm import cpu as norm_cpu
 from batchinfer.kernels.rms_norm import reference as norm_reference
 from batchinfer.kernels.rotary import cpu as rotary_cpu
 from batchinfer.kernels.rotary import reference as rotary_reference
+from batchinfer.kernels.sampling import cpu as sampling_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -128,3 +129,29 @@ def test_fused_pass_has_the_bits_of_rotary_and_kv_store(cache_dtype, rotary_dim)
     for fused, apart in zip((*caches[0], *scales[0]), (*caches[1], *scales[1]), strict=True):
         assert fused is None or torch.equal(fused.float(), apart.float())
     assert any(bool(cache.float().any()) for cache in caches[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 1023, 5000])
+def test_greedy(dtype, vocab_size):
+    logits = torch.randn(70, vocab_size + 3).to(dtype)[:, 1 : vocab_size + 1]  # bf16 and fp16 have ties
+    token_ids, is_finite = sampling_cpu.greedy(logits)
+    values = logits.float().tolist()
+    assert token_ids.tolist() == [row.index(max(row)) for row in values]
+    assert is_finite.all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 1500, 2999])
+def test_greedy_of_rows_that_are_not_finite(dtype, place):
+    logits = torch.randn(6, 3000).to(dtype)
+    logits[1, place] = math.nan
+    logits[2, place] = math.inf
+    logits[3] = -math.inf
+    logits[4] = -math.inf
+    logits[4, place] = -7.0
+    logits[5, place] = -math.inf
+    token_ids, is_finite = sampling_cpu.greedy(logits)
+    assert is_finite.tolist() == [True, False, False, False, True, True]
+    assert token_ids[4] == place
+    assert ((token_ids >= 0) & (token_ids < 3000)).all()
