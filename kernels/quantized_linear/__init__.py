@@ -3,9 +3,20 @@ the models' linear layers."""
 
 import torch
 from batchinfer.kernels.quantized_linear import cpu, reference
-from batchinfer.kernels.quantized_linear.weight import QuantizedWeight, quantize_weight
+from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
 
 __all__ = ["QuantizedWeight", "quantize_weight", "quantized_linear"]
+
+
+def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
+    """weight: [num_outputs, num_inputs], bf16, fp16 or fp32. Symmetric: the largest magnitude of each group of 64
+    inputs of an output becomes 127.
+
+    Before that a Walsh-Hadamard transform, which is orthogonal, rotates each group of weight and activations alike: it
+    leaves products as they are and spreads outliers over their group (QuaRot, arXiv 2404.00456).
+    """
+    backend = cpu if cpu.can_run(weight) else reference
+    return backend.quantize_weight(weight)
 
 
 def quantized_linear(

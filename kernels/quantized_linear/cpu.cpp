@@ -14,9 +14,9 @@ constexpr int ZERO = 128;       // added to signed bytes, as the instruction tak
 constexpr float TINY = 1e-30f;  // a group below this is zero: its scale's inverse would overflow
 
 struct Weight {
-    const int8_t* values;    // [blocks, groups, GROUP / 4, COLUMNS, 4]
-    const float* scales;     // [blocks, groups, COLUMNS]
-    const int32_t* offsets;  // [blocks, groups, COLUMNS]: -ZERO times the sum of the group's bytes
+    int8_t* values;          // [blocks, groups, GROUP / 4, COLUMNS, 4]
+    float* scales;           // [blocks, groups, COLUMNS]
+    int32_t* offsets;        // [blocks, groups, COLUMNS]: -ZERO times the sum of the group's bytes
     const float* bias;       // [num_outputs] or null
     int64_t num_inputs, num_outputs, num_groups;
 };
@@ -102,6 +102,32 @@ void quantise_rows(const void* x, int64_t num_rows, const Weight& w, Rows to, in
             to.scales[i] = quantise_group<Format>(from + row * w.num_inputs + column, count, to.bytes + i * GROUP);
         }
     });
+}
+
+// ---- weights
+
+// Fills one block of the packed weight; outputs beyond the last become zero.
+template <class Format>
+void pack_block(const typename Format::Storage* from, const Weight& w, int64_t block) {
+    for (int64_t i = 0; i < w.num_groups * COLUMNS; i++) {
+        const int64_t group = block * w.num_groups + i / COLUMNS, c = i % COLUMNS;
+        const int64_t output = block * COLUMNS + c, input = i / COLUMNS * GROUP;
+        uint8_t bytes[GROUP];
+        float scale = 0.0f;
+        std::memset(bytes, ZERO, sizeof bytes);
+        if (output < w.num_outputs) {
+            int64_t count = std::min<int64_t>(GROUP, w.num_inputs - input);
+            scale = quantise_group<Format>(from + output * w.num_inputs + input, count, bytes);
+        }
+        int32_t sum = 0;
+        for (int k = 0; k < GROUP; k++) {
+            int8_t value = int8_t(bytes[k] - ZERO);
+            w.values[(group * (GROUP / 4) + k / 4) * 4 * COLUMNS + 4 * c + k % 4] = value;
+            sum += value;
+        }
+        w.scales[group * COLUMNS + c] = scale;
+        w.offsets[group * COLUMNS + c] = -ZERO * sum;
+    }
 }
 
 // ---- the product
@@ -207,6 +233,17 @@ void run(Rows rows, int64_t num_rows, const Weight& w, void* out, int64_t thread
 
 }  // namespace
 }  // namespace batchinfer
+
+// from: [num_outputs, num_inputs], dense; the tensors of `to` are filled.
+extern "C" void quantize_weight(const void* from, int64_t format, const batchinfer::Weight* to, int64_t threads) {
+    using namespace batchinfer;
+    with_float_format(format, [&](auto f) {
+        using Format = decltype(f);
+        parallel_items((to->num_outputs + COLUMNS - 1) / COLUMNS, threads, 1, [&](int64_t block) {
+            pack_block<Format>(static_cast<const typename Format::Storage*>(from), *to, block);
+        });
+    });
+}
 
 // x: [num_rows, num_inputs], dense, of x_format; out: [num_rows, num_outputs], dense, of out_format.
 extern "C" void quantized_linear(const void* x, int64_t num_rows, const batchinfer::Weight* weight, void* out,

@@ -1,4 +1,4 @@
-"""Native CPU backend of quantized_linear."""
+"""Native CPU backend of quantize_weight and quantized_linear."""
 
 import ctypes
 import functools
@@ -26,6 +26,11 @@ class Weight(ctypes.Structure):
 
 
 @functools.cache
+def _quantize() -> Callable[..., None]:
+    return native.function("quantized_linear", "quantize_weight", c_void_p, c_int64, ctypes.POINTER(Weight), c_int64)
+
+
+@functools.cache
 def _run() -> Callable[..., None]:
     pointers = (c_void_p, c_int64, ctypes.POINTER(Weight), c_void_p)
     return native.function("quantized_linear", "quantized_linear", *pointers, c_int64, c_int64, c_int64)
@@ -33,6 +38,15 @@ def _run() -> Callable[..., None]:
 
 def can_run(x: torch.Tensor) -> bool:
     return native.can_run("quantized_linear", x)
+
+
+def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
+    """See the package's `quantize_weight`."""
+    weight = weight.contiguous()
+    packed = QuantizedWeight.empty(*weight.shape, weight.device)
+    filled = ctypes.byref(Weight.of(packed, None))
+    _quantize()(weight.data_ptr(), native.FORMATS[weight.dtype], filled, torch.get_num_threads())
+    return packed
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -1,14 +1,31 @@
-"""Plain torch specification of quantized_linear."""
+"""Plain torch specification of quantize_weight and quantized_linear."""
 
 import torch
-from batchinfer.kernels.quantized_linear.weight import QuantizedWeight, rotate, split_groups
+import torch.nn.functional as F
+from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, QuantizedWeight
 
+ROWS_AT_ONCE = 2048  # bounds the float32 copies while packing; a multiple of COLUMNS
 TINY = 1e-30 / 8  # a group below this is zero, as the inverse of its scale would overflow
+ZERO = 128  # as in cpu.cpp
+
+
+def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
+    """See the package's `quantize_weight`."""
+    packed = QuantizedWeight.empty(*weight.shape, weight.device)
+    for first in range(0, len(weight), ROWS_AT_ONCE):
+        rows = weight[first : first + ROWS_AT_ONCE]
+        values, scales = quantize(F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS)))
+        groups = scales.shape[1]
+        blocks = slice(first // COLUMNS, (first + len(values)) // COLUMNS)
+        packed.values[blocks] = values.view(-1, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4).to(torch.int8)
+        packed.scales[blocks] = scales.view(-1, COLUMNS, groups).transpose(1, 2)
+        packed.offsets[blocks] = values.sum(-1).view(-1, COLUMNS, groups).transpose(1, 2).to(torch.int32) * -ZERO
+    return packed
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """See the package's `quantized_linear`."""
-    values, scales = quantize_activations(x)
+    values, scales = quantize(x)
     weight_values, weight_scales = weight.rows()
     total = torch.zeros(len(x), weight.num_outputs, device=x.device)
     for group in range(values.shape[1]):
@@ -18,12 +35,23 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     out.copy_(total if bias is None else total + bias)
 
 
-def quantize_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers from -127 to 127 as float32 [n, groups, GROUP], and their scales [n, groups]; NaN stays NaN, in the
-    scale."""
-    rotated = rotate(split_groups(x))
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [n, num_inputs]. Whole numbers from -127 to 127 as float32 [n, groups, GROUP], and their scales [n, groups];
+    a group with NaN or infinity has the scale NaN."""
+    missing = -x.shape[-1] % GROUP
+    rotated = rotate(F.pad(x.to(torch.float32), (0, missing)).unflatten(-1, (-1, GROUP)))
     most = rotated.abs().amax(-1)
     inverse = torch.where(most > TINY, 127 / most, 0)
     values = (rotated * inverse.unsqueeze(-1)).round().nan_to_num()
     scales = torch.where(most > TINY, most / 127, torch.zeros_like(most))
     return values, torch.where(rotated.isfinite().all(-1), scales, torch.nan)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """x: float32 [..., GROUP], times 1/8 of the Hadamard matrix; sums go pair by pair, as in cpu.cpp."""
+    shape, distance = x.shape, 1
+    while distance < GROUP:
+        a, b = x.reshape(-1, GROUP // (2 * distance), 2, distance).unbind(2)
+        x = torch.stack((a + b, a - b), dim=2)
+        distance *= 2
+    return x.reshape(shape) * 0.125

@@ -43,10 +43,12 @@ def run(backend, x, weight, bias=None, dtype=torch.float32):
     return out
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_weight_is_rotated_and_rounded_by_group(shape):
-    weight = torch.randn(shape)
-    values, scales = quantize_weight(weight).rows()
+def test_a_weight_is_rotated_and_rounded_by_group(backend, dtype, shape):
+    weight = torch.randn(shape).to(dtype)
+    values, scales = backend.quantize_weight(weight).rows()
     rotated = rotated_groups(weight)
     assert values.shape == rotated.shape
     torch.testing.assert_close(scales.double(), rotated.abs().amax(-1) / 127, rtol=1e-5, atol=0)
@@ -55,8 +57,18 @@ def test_a_weight_is_rotated_and_rounded_by_group(shape):
     assert (error <= 0.5001 * scales.double().unsqueeze(-1)).all()
 
 
-def test_offsets_take_back_the_unsigned_bytes():
-    weight = quantize_weight(torch.randn(40, 130))
+def test_backends_pack_alike():
+    weight = torch.randn(2100, 200)
+    weight[7] = 0
+    native, plain = cpu.quantize_weight(weight), reference.quantize_weight(weight)
+    assert torch.equal(native.values, plain.values)
+    assert torch.equal(native.offsets, plain.offsets)
+    torch.testing.assert_close(native.scales, plain.scales, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_offsets_take_back_the_unsigned_bytes(backend):
+    weight = backend.quantize_weight(torch.randn(40, 130))
     sums = weight.values.to(torch.int64).sum((2, 4))  # [blocks, groups, 32]
     assert torch.equal(weight.offsets.to(torch.int64), -128 * sums)
     assert weight.nbytes == 64 * 192 + 2 * 4 * 64 * 3
