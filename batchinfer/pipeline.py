@@ -4,7 +4,6 @@ codes and the rules that end a job early."""
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -14,24 +13,25 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.agreement import TokenKeeper, mean_agreement, reference_options
-from batchinfer.config import JobConfig, LimitsConfig
+from batchinfer.config import JobConfig
+from batchinfer.data.claim import check_output
 from batchinfer.data.feeder import Feeder
 from batchinfer.data.files import read_option_file
 from batchinfer.data.job_input import JobInput, default_output
 from batchinfer.data.prompts import PromptBuilder
-from batchinfer.data.result_schema import Tally
+from batchinfer.data.result_schema import Tally, result_schema
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.executors.local import load_engine, prepare_kernels
-from batchinfer.executors.loop import Discard, Ending, Sink, run_loop
+from batchinfer.executors.loop import Discard, Ending, EndingRules, Sink, run_loop
 from batchinfer.models.loader import generation_config
 from batchinfer.models.resolve import resolve_model
 from batchinfer.options import EffectiveOptions, OptionValue
 from batchinfer.process import StopSignals, peak_memory_bytes, versions
 from batchinfer.progress import Progress, ProgressFigures
 from batchinfer.request import Result
-from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table
+from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table, with_earlier_runs
 from batchinfer.timing import Phases
 
 Wanted = Callable[[int, int, int], npt.NDArray[np.bool_]]
@@ -48,6 +48,8 @@ def run_job(options: EffectiveOptions) -> ExitCode:
     target = options.config.output.output or default_output(options.config.input.input[0])
     with StopSignals() as signals:
         run = _Run(options, signals)
+        run.check_output(target)
+        run.find_model()
         overwrites = options.config.output.overwrite
         opened = open_output(target, run.output_job(), overwrites)
         if isinstance(opened, FinishedOutput):
@@ -82,6 +84,7 @@ def bench_throughput(
 
 
 def _measure(run: "_Run", sink: Sink) -> dict[str, Any]:
+    run.find_model()
     run.load()
     if run.answer(sink, run.input.selected, Tally()) is Ending.INTERRUPTED:
         raise KeyboardInterrupt
@@ -116,34 +119,49 @@ class _Run:
         self._signals = signals
         self.phases = Phases()
         self._start = time.monotonic()
+        self._options = options
         self._config: JobConfig = options.config
         _say(f"options: {options.describe()}")
         with self.phases.timed("input"):
             self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say)
+        self._fingerprint_options = _with_file_contents(self._config.fingerprint_options())
+        self._statistics = RequestStatistics()
+
+    def check_output(self, target: str) -> None:
+        """Raises UsageError where the output cannot hold the columns of input and results; no model is needed."""
+        check_output(target, self.input.shard_set.shards, result_schema(**self._result_columns()))
+
+    def find_model(self) -> None:
+        """Finds or fetches the model's files, and reads what rows that carry no parameters get."""
         with self.phases.timed("model"):
             self._files = resolve_model(self._config.model.model, _say)
         _say(self._files.description)
         self._sampling, sources = resolve_sampling(self._config.sampling, generation_config(self._files.path))
         effective = {name: OptionValue(getattr(self._sampling, name), source) for name, source in sources.items()}
-        self._options = options.refined(effective)
+        self._options = self._options.refined(effective)
         _say(f"sampling of rows that do not choose: {self._options.describe_sampling()}")
-        self._statistics = RequestStatistics()
 
     def output_job(self) -> OutputJob:
         """What binds the output files to this job, and what they contain."""
-        sampling, output = self._config.sampling, self._config.output
         return OutputJob(
             shards=self.input.shard_set.shards,
             selection=self.input.selection,
-            rows_per_part=output.rows_per_part,
+            rows_per_part=self._config.output.rows_per_part,
             model_fingerprint=self._files.fingerprint,
-            options=_with_file_contents(self._config.fingerprint_options()),
-            prefix=output.output_prefix,
-            token_ids=output.output_token_ids,
-            logprobs=sampling.logprobs is not None,
-            prompt_logprobs=bool(sampling.prompt_logprobs),
+            options=self._fingerprint_options,
             metadata={"batchinfer.options": json.dumps(self._options.to_json())},
+            **self._result_columns(),
         )
+
+    def _result_columns(self) -> dict[str, Any]:
+        """What decides which columns are added."""
+        sampling, output = self._config.sampling, self._config.output
+        return {
+            "prefix": output.output_prefix,
+            "token_ids": output.output_token_ids,
+            "logprobs": sampling.logprobs is not None,
+            "prompt_logprobs": bool(sampling.prompt_logprobs),
+        }
 
     def load(self, kept_len: int | None = None) -> None:
         """Loads the model. kept_len: the max_model_len of the job's first run, which answers depend on."""
@@ -176,7 +194,7 @@ class _Run:
     def _drive(self, sink: Sink, wanted: Wanted, before: Tally, poll: Callable[[], None]) -> Ending:
         shards, selection = self.input.shard_set.shards, self.input.selection
         num_rows = self.input.rows.num_rows
-        rules = _EndingRules(self._config.limits, num_rows, self._start, self._signals)
+        rules = EndingRules(self._config.limits, num_rows, self._start, self._signals)
         progress = Progress(num_rows)
 
         def should_end() -> Ending | None:
@@ -203,7 +221,7 @@ class _Run:
             versions=versions(),
             options=self._options.to_json(),
         )
-        return _with_earlier_runs(summarise(self._statistics, self._local.engine.stats.to_dict(), run), before)
+        return with_earlier_runs(summarise(self._statistics, self._local.engine.stats.to_dict(), run), before)
 
     def _prompt_builder(self) -> PromptBuilder:
         engine, tokenizer = self._local.engine, self._local.tokenizer
@@ -243,36 +261,6 @@ class _Observed:
         for result in results:
             self._statistics.add(result)
         self._sink.add(results)
-
-
-class _EndingRules:
-    """What ends a job early: a signal, the deadline, too many failed rows."""
-
-    def __init__(self, limits: LimitsConfig, num_rows: int, start: float, signals: StopSignals) -> None:
-        self._deadline = None if limits.deadline is None else start + limits.deadline
-        self._max_failed_rows = limits.max_failed_rows(num_rows)
-        self._signals = signals
-
-    def has_too_many(self, errors: int) -> bool:
-        return self._max_failed_rows is not None and errors > self._max_failed_rows
-
-    def ending(self, errors: int) -> Ending | None:
-        if self._signals.received:
-            return Ending.INTERRUPTED
-        if self.has_too_many(errors):
-            return Ending.TOO_MANY_ERRORS
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return Ending.DEADLINE
-        return None
-
-
-def _with_earlier_runs(stats: dict[str, Any], before: Tally) -> dict[str, Any]:
-    """The figures with the counts of what earlier runs answered added."""
-    counts = ("rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
-    totals = {name: stats[name] + getattr(before, name) for name in counts}
-    errors = Counter(stats["errors_by_code"]) + before.errors
-    reasons = {name: count + before.finish_reasons[name] for name, count in stats["finish_reasons"].items()}
-    return {**stats, **totals, "finish_reasons": reasons, "errors_by_code": dict(sorted(errors.items()))}
 
 
 def _with_file_contents(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,14 @@ pipeline; pure, no torch."""
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchinfer.distribution import Distribution
 from batchinfer.request import RequestTimes, Result
 from batchinfer.units import format_bytes, format_duration, format_ms
+
+if TYPE_CHECKING:
+    from batchinfer.data.result_schema import Tally
 
 _TIMES = ("queue_ms", "ttft_ms", "tbt_mean_ms", "tbt_max_ms", "latency_ms")
 
@@ -107,6 +110,15 @@ def summarise(requests: RequestStatistics, engine: Mapping[str, Any], run: RunFi
         "versions": dict(run.versions),
         "options": dict(run.options),
     }
+
+
+def with_earlier_runs(stats: Mapping[str, Any], before: "Tally") -> dict[str, Any]:
+    """The figures with the counts of what earlier runs answered added."""
+    counts = ("rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
+    totals = {name: stats[name] + getattr(before, name) for name in counts}
+    errors = Counter(stats["errors_by_code"]) + before.errors
+    reasons = {name: count + before.finish_reasons[name] for name, count in stats["finish_reasons"].items()}
+    return {**stats, **totals, "finish_reasons": reasons, "errors_by_code": dict(sorted(errors.items()))}
 
 
 def summary_table(stats: Mapping[str, Any], output: str | None = None) -> str:

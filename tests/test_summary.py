@@ -1,14 +1,16 @@
 """The figures of _stats.json against sums worked out by hand, and the table at the end of a job."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from batchinfer.data.result_schema import Tally
 from batchinfer.engine.stats import EngineStats
 from batchinfer.errors import ErrorCode
 from batchinfer.request import RequestId, RequestTimes, Result
-from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table
+from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table, with_earlier_runs
 
 
 def answered(row: int, *, sample: int = 0, tokens: int = 10, latency_ms: float = 100.0, **changes) -> Result:
@@ -117,6 +119,20 @@ def test_a_job_with_nothing_left_to_do():
     assert stats["output_tokens_per_s"] == 0
     assert stats["tbt_ms"]["p99"] is None
     assert "7, 7 of them by earlier runs" in summary_table({**stats, "rows": 7, "completions": 7})
+
+
+def test_counts_of_earlier_runs_are_added(requests):
+    """So that the counts of a job that was killed are those of one that was not; times stay this run's."""
+    stats = summarise(requests, engine_figures(), run_figures(rows_resumed=5))
+    before = Tally(5, 6, Counter(stop=4, error=2), Counter(null_prompt=2), 100, 10, 30)
+    whole = with_earlier_runs(stats, before)
+    assert whole["rows"] == stats["rows"] + 5
+    assert whole["finish_reasons"] == {"stop": 1 + 4, "length": 2, "error": 3 + 2}
+    assert sum(whole["errors_by_code"].values()) == 5
+    assert whole["errors_by_code"]["null_prompt"] == stats["errors_by_code"].get("null_prompt", 0) + 2
+    assert whole["completion_tokens"] == stats["completion_tokens"] + 30
+    assert whole["ttft_ms"] == stats["ttft_ms"]
+    assert "\nerrors       5 (" in summary_table(whole)
 
 
 def test_engine_and_run_figures_are_carried(requests):

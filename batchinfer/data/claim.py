@@ -1,8 +1,8 @@
-"""Who may write an output: finds what stands there, refuses what is another's or another job's, takes the lock, and
-starts a job or carries one on. Called by the writer before anything else is done."""
+"""Who may write an output: refuses columns that it cannot hold, finds what stands there, refuses what is another's or
+another job's, takes the lock, and starts a job or carries one on. Called by the writer before anything else is done."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,6 +11,9 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.manifest import JobManifest
 from batchinfer.data.output_layout import PART_NAME, OutputLayout
+from batchinfer.data.result_schema import require_no_clash
+from batchinfer.data.shards import Shard
+from batchinfer.data.single_file import common_schema
 from batchinfer.data.storage import Lock, Storage
 from batchinfer.errors import UsageError
 
@@ -31,6 +34,17 @@ class Claim:
     lock: Lock
     is_resumed: bool
     parts: Mapping[str, int]
+
+
+def check_output(target: str, shards: Sequence[Shard], appended: pa.Schema) -> OutputLayout:
+    """Where the files of the output at `target` stand. appended: the columns of results. Raises UsageError for another
+    format, for clashing column names and for columns that a single file cannot hold."""
+    layout = OutputLayout.of(target)
+    for shard in shards:
+        require_no_clash(shard.schema, appended, shard.uri)
+    if layout.file:
+        common_schema(layout, [shard.schema for shard in shards])
+    return layout
 
 
 def claim_output(storage: Storage, layout: OutputLayout, now: JobManifest, overwrite: bool) -> Claim | JobManifest:

@@ -13,14 +13,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchinfer.data.background import Flusher, Worker
-from batchinfer.data.claim import JOB_ID_KEY, Claim, claim_output
+from batchinfer.data.claim import JOB_ID_KEY, Claim, check_output, claim_output
 from batchinfer.data.journal import Journal
 from batchinfer.data.manifest import JobManifest, PartRecord
-from batchinfer.data.output_layout import OutputLayout
 from batchinfer.data.parquet_input import iter_parquet
 from batchinfer.data.parts import PartBuilder, ReadRows
 from batchinfer.data.readers import iter_rows
-from batchinfer.data.result_schema import TALLY_COLUMNS, Tally, require_no_clash, result_schema
+from batchinfer.data.result_schema import TALLY_COLUMNS, Tally, result_schema
 from batchinfer.data.row_map import Part, PartMap, Positions, RowMap, Selection
 from batchinfer.data.segments import Row, result_characters
 from batchinfer.data.shards import Shard
@@ -71,14 +70,10 @@ class FinishedOutput:
 def open_output(target: str, job: OutputJob, overwrite: bool = False) -> "OutputWriter | FinishedOutput":
     """Start or carry on the output at `target`: a directory, or a .parquet or .jsonl[.gz|.zst] file.
 
-    Raises UsageError, before anything is touched, for clashing column names, columns that the file cannot hold,
-    foreign files, another job's output (naming what changed) and an output that a process is writing.
+    Raises UsageError, before anything is touched, for what check_output refuses, foreign files, another job's output
+    (naming what changed) and an output that a process is writing.
     """
-    layout = OutputLayout.of(target)
-    for shard in job.shards:
-        require_no_clash(shard.schema, job.result_schema(job.prefix), shard.uri)
-    if layout.file:
-        common_schema(layout, [shard.schema for shard in job.shards])
+    layout = check_output(target, job.shards, job.result_schema(job.prefix))
     storage = open_storage(layout.root, layout.scratch)
     manifest = JobManifest.make(job.shards, job.model_fingerprint, job.options)
     claim = claim_output(storage, layout, manifest, overwrite)

@@ -1,11 +1,14 @@
 """The main loop of one replica: rows from a feeder into an engine, results into a sink. Driven by the pipeline."""
 
+import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
+from batchinfer.config import LimitsConfig
 from batchinfer.data.feeder import Feeder
 from batchinfer.engine.engine import Engine
+from batchinfer.process import StopSignals
 from batchinfer.request import Request, Result
 
 
@@ -36,6 +39,27 @@ class Discard:
 
     def add(self, results: Sequence[Result]) -> None:
         pass
+
+
+class EndingRules:
+    """What ends a job early: a signal, the deadline, too many failed rows. start: seconds, time.monotonic."""
+
+    def __init__(self, limits: LimitsConfig, num_rows: int, start: float, signals: StopSignals) -> None:
+        self._deadline = None if limits.deadline is None else start + limits.deadline
+        self._max_failed_rows = limits.max_failed_rows(num_rows)
+        self._signals = signals
+
+    def has_too_many(self, errors: int) -> bool:
+        return self._max_failed_rows is not None and errors > self._max_failed_rows
+
+    def ending(self, errors: int) -> Ending | None:
+        if self._signals.received:
+            return Ending.INTERRUPTED
+        if self.has_too_many(errors):
+            return Ending.TOO_MANY_ERRORS
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return Ending.DEADLINE
+        return None
 
 
 def run_loop(

@@ -14,6 +14,7 @@ from tiny_jobs import call, read_rows, start, write_jsonl
 from batchinfer import pipeline
 from batchinfer.data.writer import OutputWriter
 from batchinfer.engine.engine import Engine
+from batchinfer.executors import loop
 from batchinfer.process import StopSignals
 
 
@@ -124,7 +125,7 @@ def test_signals_are_the_programs_own_again_afterwards() -> None:
 
 
 class Clock:
-    """Stands for the time module in the pipeline."""
+    """Stands for the time module in the pipeline and in the loop that it drives."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -147,6 +148,7 @@ def test_after_the_deadline_no_row_starts_and_those_that_run_are_finished(
 
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "time", clock)
+        patch.setattr(loop, "time", clock)
         patch.setattr(Engine, "step", timed_step)
         assert call(tiny_model, *options, "--deadline", "10s") == 75
     # Rows 0 to 2 have 1, 2, 1 samples, which leaves one place for the first sample of row 3: its second one is to be
@@ -170,6 +172,7 @@ def test_a_signal_while_rows_are_finished_after_the_deadline_ends_the_job(
         return step(self)
 
     monkeypatch.setattr(pipeline, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(Engine, "step", timed_step)
     assert call(tiny_model, *long_job, "--deadline", "10s") == 75
     assert clock.now == 120

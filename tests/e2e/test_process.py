@@ -129,7 +129,7 @@ def test_the_alternatives_of_each_token_are_in_the_output(tmp_path: Path, tiny_m
         (["--input", "in.jsonl", "--device", "cuda"], 2, "torch sees no CUDA device"),
         (["--input", "in.jsonl", "--output", "x.csv"], 2, "a single file is .parquet or .jsonl"),
         (["--input", "clash.jsonl"], 2, "--output-prefix"),
-        (["--input", "in.jsonl", "--model", "absent/model/here"], 1, "no such file or directory"),
+        (["--input", "in.jsonl", "--model", "absent/model/here"], 2, "no such file or directory"),
     ],
 )
 def test_faults_of_the_configuration_are_one_line(
