@@ -72,12 +72,18 @@ class Progress:
         )
         share = share_done(figures, self._num_rows)
         if self._bar is None:
-            rest = "?" if share is None else format_duration(elapsed * (1 - share) / share)
             percent = "" if share is None else f"{share:.0%}, "
-            print(f"batchinfer: {percent}{text}, {rest} left", file=self._stream, flush=True)
+            print(f"batchinfer: {percent}{text}, {_time_left(share, elapsed)}", file=self._stream, flush=True)
         else:
             self._bar.total, self._bar.n = (None, 0) if share is None else (1.0, share)
             self._bar.set_description_str(text)
+
+
+def _time_left(share: float | None, elapsed: float) -> str:
+    """In words. share: as of share_done; elapsed: seconds."""
+    if share == 1:
+        return f"done in {format_duration(elapsed)}"
+    return "? left" if share is None else f"{format_duration(elapsed * (1 - share) / share)} left"
 
 
 def share_done(figures: ProgressFigures, num_rows: int) -> float | None:

@@ -85,3 +85,11 @@ def test_on_a_terminal_a_bar():
     assert "40/100 rows, 240 output tokens/s, 1 errors" in shown
     assert "100%|" in shown
     assert shown.endswith("\n")
+
+
+def test_the_last_line_says_how_long_it_took():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(100, stream=stream, clock=clock)
+    clock.now += 75
+    progress.close(figures(rows_done=100, rows_done_here=100))
+    assert stream.getvalue().endswith(" errors, done in 1m 15s\n")
