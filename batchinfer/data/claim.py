@@ -21,7 +21,8 @@ JOB_ID_KEY = "batchinfer.job_id"  # in the metadata of each part
 _OWN_BEFORE_START = {"lock", "tmp"}  # in the work folder of a job that was killed before it wrote job.json
 _SHOWN_CHANGES = 5
 
-State = Literal["absent", "unfinished", "finished", "incomplete", "foreign"]
+# "unanswered": a job was started and has no answer yet, as where its options turned out not to fit the model.
+State = Literal["absent", "unanswered", "unfinished", "finished", "incomplete", "foreign"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,16 @@ def _find(storage: Storage, layout: OutputLayout) -> tuple[State, JobManifest | 
         whole = all(storage.size(part.name) == part.num_bytes for part in final.parts)
         return ("finished" if whole else "incomplete"), final
     if work:
-        return "unfinished", work
+        return ("unfinished" if _has_answers(storage, layout, work) else "unanswered"), work
     if final:
         return "incomplete", final
     return ("absent" if _is_free(storage, layout) else "foreign"), None
+
+
+def _has_answers(storage: Storage, layout: OutputLayout, job: JobManifest) -> bool:
+    """Whether rows are in the journal or in parts, which count whoever made them."""
+    parts = (name for name in storage.list(layout.parts.rstrip("/")) if PART_NAME.fullmatch(name))
+    return bool(storage.list(layout.journal(job.job_id))) or any(parts)
 
 
 def _load(storage: Storage, name: str) -> JobManifest | None:
@@ -116,6 +123,8 @@ def _decide(
     if state == "absent" or overwrite:
         return "start"
     changes = _as_manifest(found).changes(now)
+    if changes and state == "unanswered":
+        return "start"
     if changes:
         more = len(changes) - _SHOWN_CHANGES
         shown = "; ".join(changes[:_SHOWN_CHANGES]) + (f"; and {more} more" if more > 0 else "")
@@ -125,7 +134,7 @@ def _decide(
         )
     if state == "incomplete":
         raise UsageError(f"{layout.target} is finished but files of it are missing; start afresh with --overwrite")
-    return "resume" if state == "unfinished" else "finished"
+    return "finished" if state == "finished" else "resume"
 
 
 def _remove_leftovers(storage: Storage, layout: OutputLayout) -> None:

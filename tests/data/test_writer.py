@@ -292,6 +292,25 @@ def test_name_clash_is_found_before_any_work(tmp_path: Path) -> None:
         open_output(str(tmp_path / "b"), make_job([table.append_column("x_completion", [["c"]])], prefix="x_"))
 
 
+@pytest.mark.parametrize("target", ["out", "out.parquet"])
+def test_a_job_without_an_answer_binds_nothing(tmp_path: Path, target: str) -> None:
+    """Its options may not have fitted the model: with others the command just runs. One answer is worth a refusal."""
+    first = make_job([prompts("a", "b", "c")], options={"max_model_len": 10**9})
+    second = make_job([prompts("a", "b", "c")], options={"max_model_len": 100})
+    open_writer(tmp_path / target, first).close()
+    with open_writer(tmp_path / target, second) as output:
+        assert not output.is_resumed
+        output.add([answer(0, 1)])
+    with pytest.raises(UsageError, match="max_model_len was 100, now 1000000000"):
+        open_output(str(tmp_path / target), first)
+    with open_writer(tmp_path / target, second) as output:
+        output.add([answer(0, 2), answer(0, 0)])
+        output.drain()  # the first part is built, and its rows leave the journal
+        assert output.num_resumed == 1
+    with pytest.raises(UsageError, match="max_model_len was 100, now 1000000000"):
+        open_output(str(tmp_path / target), first)
+
+
 @pytest.mark.parametrize("target", ["out", "out.parquet", "out.jsonl"])
 def test_finished_job_does_nothing_and_another_is_refused(tmp_path: Path, target: str) -> None:
     job = make_job([prompts("a", "b")])
