@@ -1,6 +1,7 @@
 """A million short rows through a model that computes nothing: memory stays flat, and what a row costs outside the
 model."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def test_memory_is_flat_over_many_rows(
     half = len(memory) // 2
     growth = (max(memory[half:]) - max(memory[:half])) / 2**20
     print(f"memory: {memory[half] / 2**20:.0f} MiB at half of the job, {growth:+.1f} MiB after it")
+    busy_seconds = json.loads((tmp_path / "out" / "_stats.json").read_text())["busy_seconds"]
+    print(f"time outside the model: {busy_seconds / num_rows * 1e6:.0f} µs a row")
     assert growth < 30
     first = 0
     for part in sorted((tmp_path / "out").glob("part-*.parquet")):
