@@ -1,5 +1,9 @@
 """PagedKVCache: layout, scales and size."""
 
+import mmap
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -35,3 +39,28 @@ def test_layout_and_size(name, dtype):
                 assert scale.dtype == torch.float32
     starts = {t.data_ptr() for layer in range(3) for t in (cache.key(layer), cache.value(layer))}
     assert len(starts) == 6
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
+def test_memory_asks_for_huge_pages_and_is_not_touched():
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=4, head_dim=64, block_size=16, dtype="bf16", per_token_scales=False)
+    before = resident_bytes()
+    cache = PagedKVCache(spec, num_blocks=1 << 17)  # 2 GiB
+    assert resident_bytes() - before < 64 << 20
+    assert "hg" in mapping_flags(cache.key(0).data_ptr())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def mapping_flags(address: int) -> list[str]:
+    """The flags of the mapping that holds the address, as proc(5) names them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            inside = first <= address < last
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no mapping holds the address")
