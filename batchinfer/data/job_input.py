@@ -4,19 +4,24 @@ pipeline before any model is loaded."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.config import InputConfig
+from batchinfer.data.columns import column_values
 from batchinfer.data.prompts import ParamColumns, PromptSource, choose_param_columns, choose_source
+from batchinfer.data.readers import iter_rows
 from batchinfer.data.row_map import RowMap, Selection
+from batchinfer.data.row_params import STEER_OR_DATA
 from batchinfer.data.selection import select_rows
 from batchinfer.data.shards import ShardSet, discover
 from batchinfer.data.unique_ids import find_duplicate_ids
 from batchinfer.errors import UsageError
 
 _ID_COLUMN = "custom_id"  # of the batch files of hosted services, where it must be unique
+_SAMPLE_ROWS = 1000  # of each shard, to tell a parameter from data
 _SUFFIXES = (".gz", ".zst", ".parquet", ".jsonl", ".ndjson")
 
 
@@ -39,6 +44,9 @@ class JobInput:
         schemas = [shard.schema for shard in shard_set.shards]
         source = choose_source(config, *schemas)
         param_columns = choose_param_columns(config.param_columns, source, *schemas)
+        if param_columns.is_auto:
+            names = [name for name in param_columns.names if name in STEER_OR_DATA]
+            param_columns = param_columns.without_data({name: _sample(shard_set, name) for name in names})
         selection = select_rows(shard_set, config.limit, config.sample, seed)
         rows = RowMap([shard.num_rows for shard in shard_set.shards], selection)
         report(f"input: {_counted(rows.num_rows, shard_set)}; {source.describe()}; {param_columns.describe()}")
@@ -50,6 +58,13 @@ class JobInput:
         mask = np.zeros(stop - start, np.bool_)
         mask[self.rows.within(shard, start, stop)[0] - start] = True
         return mask
+
+
+def _sample(shard_set: ShardSet, column: str) -> list[Any]:
+    """The column's values in the first rows of each shard that has it."""
+    holders = [shard for shard in shard_set.shards if column in shard.schema.names]
+    batches = [batch for shard in holders for batch in iter_rows(shard, 0, _SAMPLE_ROWS, [column])]
+    return [value for batch in batches for value in column_values(batch.table, column) or []]
 
 
 def _counted(num_rows: int, shard_set: ShardSet) -> str:

@@ -2,7 +2,7 @@
 pipeline announces `describe()`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from batchinfer.data.param_values import ROW_PARAMETERS
 from batchinfer.data.prompt_source import PromptSource
 from batchinfer.errors import ErrorCode, RowError, UsageError
 from batchinfer.request import SamplingParams
+
+# Parameters whose names are common among columns of data, and the range in which they are customary.
+STEER_OR_DATA = {"temperature": (0.0, 2.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,22 @@ class ParamColumns:
             except ValueError as error:
                 rows.append(RowError(ErrorCode.BAD_PARAMETER, f"{error}{self._hint()}"))
         return rows
+
+    def without_data(self, samples: Mapping[str, Sequence[Any]]) -> "ParamColumns":
+        """Without the columns that `auto` took by their name and whose values show that they are data.
+
+        samples: values of columns of STEER_OR_DATA. One in ten beyond a parameter's customary range makes a column
+        data; fewer are faults of their rows.
+        """
+        data = {}
+        for name, values in samples.items():
+            low, high = STEER_OR_DATA[name]
+            given = [value for value in values if isinstance(value, int | float)]
+            beyond = [value for value in given if not low <= value <= high]
+            if len(beyond) * 10 > len(given):
+                data[name] = f"it holds values such as {beyond[0]:g}, outside {low:g} to {high:g}"
+        names = tuple(name for name in self.names if name not in data)
+        return ParamColumns(names, self.is_auto, self.ignored + tuple(data.items()))
 
     def _hint(self) -> str:
         return " (if the column is data, not a parameter: --param-columns none)" if self.is_auto else ""

@@ -239,6 +239,15 @@ def test_in_auto_the_error_says_that_the_column_may_be_data():
     assert good.temperature == 0.5
 
 
+def test_a_temperature_often_beyond_2_is_data_and_a_rare_one_is_a_fault_of_its_row():
+    columns = choose("auto", schema(temperature=pa.float64(), top_p=pa.float64()))
+    rare, often = [0.7, 1.0] * 9 + [None, 25.0, 1.0], [0.7, 1.0] * 4 + [None, 25.0]
+    assert columns.without_data({"temperature": rare}).names == ("temperature", "top_p")
+    weather = columns.without_data({"temperature": often})
+    assert weather.names == ("top_p",)
+    assert "`temperature` does not: it holds values such as 25" in weather.describe()
+
+
 # Defaults
 
 

@@ -56,18 +56,22 @@ def test_a_chat_template_replaces_the_models(tmp_path: Path, tiny_model: Path) -
     assert call(tiny_model, *options, template) == 2
 
 
-def test_param_columns_none_leaves_a_weather_table_alone(
+def test_the_temperature_of_a_weather_table_steers_only_where_it_is_named(
     tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", [{"prompt": "rain", "temperature": -3.5}])
+    weather = [{"prompt": "rain", "temperature": 21.5}, {"prompt": "snow", "temperature": -3.5}]
+    path = write_jsonl(tmp_path / "in.jsonl", weather)
     options = ["--input", path, "--max-tokens", 2, "--ignore-eos"]
-    assert call(tiny_model, *options, "--output", tmp_path / "auto") == 0
-    assert "`temperature` steers sampling" in capsys.readouterr().err
-    (row,) = read_rows(tmp_path / "auto")
-    assert row["error_code"] == "bad_parameter"
-    assert call(tiny_model, *options, "--output", tmp_path / "none", "--param-columns", "none") == 0
-    (row,) = read_rows(tmp_path / "none")
-    assert (row["error_code"], row["temperature"], row["completion_tokens"]) == (None, -3.5, 2)
+    for choice in ("auto", "none"):
+        assert call(tiny_model, *options, "--output", tmp_path / choice, "--param-columns", choice) == 0
+        assert ("`temperature` does not: it holds values" in capsys.readouterr().err) == (choice == "auto")
+        rows = read_rows(tmp_path / choice)
+        assert [(r["error_code"], r["temperature"], r["completion_tokens"]) for r in rows] == [
+            (None, 21.5, 2),
+            (None, -3.5, 2),
+        ]
+    assert call(tiny_model, *options, "--output", tmp_path / "named", "--param-columns", "temperature") == 0
+    assert [r["error_code"] for r in read_rows(tmp_path / "named")] == [None, "bad_parameter"]
 
 
 def test_columns_types_and_metadata_of_the_input_pass_through_and_a_prefix_avoids_clashes(
