@@ -1,8 +1,8 @@
-// Native greedy choice of tokens: each row is read once, in the format that it is in.
+// Native choice of tokens: greedy, and the draw. Rows are read in the format that they are in.
 
 #include <cmath>
 
-#include "../common/native.h"
+#include "draw.h"
 
 namespace batchinfer {
 namespace {
@@ -44,6 +44,30 @@ bool choose(const typename Format::Storage* logits, int64_t n, int64_t* token_id
     return std::isfinite(best);
 }
 
+// argmax of (logits - highest) / temperature + noise, as `choose`.
+template <class Format>
+bool draw_token(const typename Format::Storage* logits, int64_t n, float temperature, uint64_t key, uint32_t position,
+                int64_t* token_id) {
+    int64_t place = 0;
+    if (!choose<Format>(logits, n, &place)) return false;
+    constexpr int64_t STEP = 4 * LANES;
+    float highest = Format::load(logits[place]);
+    alignas(64) float values[STEP], noise[STEP];
+    IntVec tokens;
+    for (int j = 0; j < LANES; j++) tokens[j] = j;
+    Best best;
+    for (int64_t i = 0; i < n; i += STEP) {
+        int64_t count = std::min(STEP, n - i);
+        load_row<Format>(logits + i, values, count);
+        std::fill(values + count, values + STEP, LOWEST);
+        noise_of(i, key, position, noise);
+        for (int64_t j = 0; j < STEP; j += LANES, tokens += LANES)
+            best.take((load_vec(values + j) - highest) / temperature + load_vec(noise + j), tokens);
+    }
+    *token_id = best.first();
+    return true;
+}
+
 }  // namespace
 }  // namespace batchinfer
 
@@ -58,6 +82,23 @@ extern "C" void greedy(const void* logits, int64_t rows, int64_t n, int64_t stri
                 token_ids[r] = 0;
                 is_finite[r] = choose<Format>(static_cast<const typename Format::Storage*>(logits) + r * stride, n,
                                               token_ids + r);
+            }
+        });
+    });
+}
+
+// As `greedy`; temperatures above 0, noise keys and positions: [rows].
+extern "C" void draw(const void* logits, int64_t rows, int64_t n, int64_t stride, const float* temperatures,
+                     const uint64_t* keys, const int64_t* positions, int64_t* token_ids, bool* is_finite,
+                     int64_t format, int64_t threads) {
+    using namespace batchinfer;
+    with_float_format(format, [&](auto f) {
+        using Format = decltype(f);
+        parallel_rows(rows, n, threads, [&](int64_t first, int64_t last) {
+            for (int64_t r = first; r < last; r++) {
+                token_ids[r] = 0;
+                is_finite[r] = draw_token<Format>(static_cast<const typename Format::Storage*>(logits) + r * stride, n,
+                                                  temperatures[r], keys[r], uint32_t(positions[r]), token_ids + r);
             }
         });
     });

@@ -60,29 +60,28 @@ def mask_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     logits[rows, token_ids] = -torch.inf
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    noise_keys: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Draws a token a row: argmax of the filtered logits plus Gumbel noise. Overwrites logits.
+def has_filters(min_p: Tensor, top_k: Tensor, top_p: Tensor) -> bool:
+    """Whether any row has a filter that is on."""
+    return bool((min_p > 0).any() | (top_k > 0).any() | (top_p < 1).any())
 
-    logits float32 [n, vocab], n at most rows_per_block(vocab) for speed and memory; temperature float32 [n], each above
-    0; min_p float32 [n], 0 is off; top_k int64 [n], 0 is off; top_p float32 [n], 1 is off; noise_keys, positions int64
-    [n] as in gumbel_noise. Returns what `greedy` does. Tokens tied with the last one that a filter keeps are kept too.
-    """
-    highest = logits.amax(dim=-1, keepdim=True)
-    is_finite = highest.squeeze(-1).isfinite()
-    scaled = logits.sub_(highest).div_(temperature[:, None])
+
+def scale_and_filter(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """In place, and returned: (logits - the row's highest) / temperature, -inf for tokens that a filter drops. Float32;
+    arguments as `sample`'s. Tokens tied with the last one that a filter keeps are kept too."""
+    scaled = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None])
     _keep_min_p(scaled, min_p)
     _keep_top_k(scaled, top_k)
     _keep_top_p(scaled, top_p)
+    return scaled
+
+
+def draw(logits: Tensor, temperature: Tensor, noise_keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """argmax of (logits - the row's highest) / temperature plus Gumbel noise; arguments as `sample`'s. Returns what
+    `greedy` does."""
+    highest = logits.amax(dim=-1, keepdim=True).to(torch.float32)
+    scaled = (logits - highest).div_(temperature[:, None])
     noise = gumbel_noise(noise_keys, positions, logits.shape[-1])
-    return noise.add_(scaled).argmax(dim=-1), is_finite
+    return noise.add_(scaled).argmax(dim=-1), highest.squeeze(-1).isfinite()
 
 
 def _keep_min_p(scaled: Tensor, min_p: Tensor) -> None:

@@ -15,6 +15,7 @@ from batchinfer.kernels.rms_norm import reference as norm_reference
 from batchinfer.kernels.rotary import cpu as rotary_cpu
 from batchinfer.kernels.rotary import reference as rotary_reference
 from batchinfer.kernels.sampling import cpu as sampling_cpu
+from batchinfer.kernels.sampling import reference as sampling_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -155,3 +156,38 @@ def test_greedy_of_rows_that_are_not_finite(dtype, place):
     assert is_finite.tolist() == [True, False, False, False, True, True]
     assert token_ids[4] == place
     assert ((token_ids >= 0) & (token_ids < 3000)).all()
+
+
+def draw_arguments(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32):
+    logits = (torch.randn(num_rows, vocab_size + 5) * 3).to(dtype)[:, 2 : vocab_size + 2]
+    keys = torch.randint(-(2**63), 2**63 - 1, (num_rows,))
+    return logits, torch.rand(num_rows) * 2 + 0.1, keys, torch.randint(0, 100_000, (num_rows,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 3001])
+def test_draws_of_the_specification(dtype, vocab_size):
+    logits, *rest = draw_arguments(400, vocab_size, dtype)
+    token_ids, is_finite = sampling_cpu.draw(logits, *rest)
+    expected, _ = sampling_reference.draw(logits.float(), *rest)
+    assert torch.equal(token_ids, expected)
+    assert is_finite.all()
+
+
+def test_a_draw_does_not_depend_on_other_rows():
+    arguments = draw_arguments(7, 3001)
+    whole, _ = sampling_cpu.draw(*arguments)
+    for row in range(7):
+        alone, _ = sampling_cpu.draw(*(values[row : row + 1] for values in arguments))
+        assert alone == whole[row]
+
+
+def test_draws_of_rows_that_are_not_finite():
+    logits, *rest = draw_arguments(5, 200)
+    logits[1, 150], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
+    logits[4] = -math.inf
+    logits[4, 77] = 0.0
+    token_ids, is_finite = sampling_cpu.draw(logits, *rest)
+    assert is_finite.tolist() == [True, False, False, False, True]
+    assert token_ids[4] == 77
+    assert ((token_ids >= 0) & (token_ids < 200)).all()
