@@ -44,7 +44,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         command = error.ctx.command_path if error.ctx else "batchinfer"
         return _fail(f"{error.format_message()} (`{command} --help` says more)", ExitCode.USAGE)
     except click.Abort:
-        return _fail("interrupted; the same command carries on", ExitCode.INTERRUPTED)
+        return _fail("interrupted; the same `run` carries on", ExitCode.INTERRUPTED)
     except BatchInferError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:  # a closed pipe never comes here: click leaves quietly
