@@ -8,7 +8,8 @@ import torch
 from batchinfer.kernels.sampling.noise import gumbel_noise
 from torch import Tensor
 
-_BLOCK_ELEMENTS = 2**18  # the int64 temporaries of the noise, 2 bytes an element each, then stay in a 2 MiB L2 cache
+_BLOCK_ELEMENTS = 2**20  # 4 MiB of float32: rows enough to share among threads
+_NOISE_ELEMENTS = 2**18  # the int64 temporaries of the noise, 2 bytes an element each, then stay in a 2 MiB L2 cache
 _LARGEST = 1e30  # adjusted logits stay within it, so that dividing by any allowed temperature stays finite
 _TOP_P_PREFIX = 1024  # most nuclei are smaller; the others are cut by a full sort
 
@@ -80,8 +81,10 @@ def draw(logits: Tensor, temperature: Tensor, noise_keys: Tensor, positions: Ten
     `greedy` does."""
     highest = logits.amax(dim=-1, keepdim=True).to(torch.float32)
     scaled = (logits - highest).div_(temperature[:, None])
-    noise = gumbel_noise(noise_keys, positions, logits.shape[-1])
-    return noise.add_(scaled).argmax(dim=-1), highest.squeeze(-1).isfinite()
+    rows = max(1, _NOISE_ELEMENTS // logits.shape[-1])
+    blocks = zip(scaled.split(rows), noise_keys.split(rows), positions.split(rows), strict=True)
+    token_ids = [gumbel_noise(*key, logits.shape[-1]).add_(block).argmax(dim=-1) for block, *key in blocks]
+    return torch.cat(token_ids), highest.squeeze(-1).isfinite()
 
 
 def _keep_min_p(scaled: Tensor, min_p: Tensor) -> None:
