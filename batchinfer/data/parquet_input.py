@@ -2,6 +2,7 @@
 rows) and by the row reader."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
@@ -18,7 +19,8 @@ _PROBE_ROWS = 16
 @contextlib.contextmanager
 def open_parquet(location: Location) -> Iterator[pq.ParquetFile]:
     """The file with small read buffers: a row group is streamed, never held whole."""
-    source = pa.OSFile(location.path, "rb") if location.is_local else location.open()
+    # As bytes: Arrow cannot encode a name that is not UTF-8.
+    source = pa.OSFile(os.fsencode(location.path), "rb") if location.is_local else location.open()
     try:
         with pq.ParquetFile(source, buffer_size=_READ_BUFFER_BYTES, pre_buffer=False) as file:
             yield file

@@ -49,13 +49,15 @@ def iter_rows(
 ) -> Iterator[RowBatch]:
     """Rows [start, stop) in order, in slices of at most `batch_rows` rows and about 32 MiB.
 
-    columns: in the order wanted; None for all. One call over a long range is far cheaper than many over short ones: a
+    columns: in the order wanted; None for all. Where none is wanted the batches hold the first column, as Arrow
+    counts the rows of a batch by its columns. One call over a long range is far cheaper than many over short ones: a
     Parquet row group or a compressed file is read from its beginning each time.
 
     Raises BatchInferError where the file is no longer as it was discovered, KeyError for an unknown column.
     """
     stop = shard.num_rows if stop is None else min(stop, shard.num_rows)
-    schema = shard.schema if columns is None else pa.schema([shard.schema.field(name) for name in columns])
+    names = shard.schema.names if columns is None else columns or shard.schema.names[:1]
+    schema = pa.schema([shard.schema.field(name) for name in names], shard.schema.metadata if columns is None else None)
     position = start
     with naming_faults(shard.uri, BatchInferError, _CHANGED):
         for batch in _iter_format(shard, schema, start, stop, batch_rows):

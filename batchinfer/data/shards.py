@@ -134,6 +134,8 @@ def _count(number: int, noun: str) -> str:
 
 def _find(text: str, skipped: list[tuple[str, str]]) -> list[_Found]:
     """The files that one --input names."""
+    if not text:
+        raise UsageError("--input is empty: name a file, directory, glob or URL (`.` is the current directory)")
     if is_hub_split(text):
         return [_Found(location, "dataset") for location in hub_split_files(text)]
     if text.startswith("hf://"):

@@ -547,3 +547,15 @@ def test_memory_stays_flat_over_many_rows(tmp_path: Path) -> None:
 
     small, large = peak_bytes(3000), peak_bytes(12_000)
     assert large < small + 100_000
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_are_counted_where_no_column_is_wanted(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "jsonl":
+        write(path, '{"a": 1, "b": 2}\n' * 5)
+    else:
+        pq.write_table(pa.table({"a": [1] * 5, "b": [2] * 5}), path)
+    shard = found(path).shards[0]
+    batches = iter_rows(shard, 1, 4, [], batch_rows=2)
+    assert [batch.start + offset for batch in batches for offset in range(batch.num_rows)] == [1, 2, 3]

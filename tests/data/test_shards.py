@@ -390,3 +390,18 @@ def test_an_unexpected_fault_of_a_remote_store_is_one_line(monkeypatch: pytest.M
     fs.isfile = fail
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda text: (fs, "/x.parquet"))
     assert refusal("memory://x.parquet").startswith("memory:///x.parquet: cannot be read (no credentials): check")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems refuse such names")
+def test_a_parquet_file_whose_name_is_not_utf8_is_read(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", rows=3)
+    named = os.fsencode(tmp_path) + b"/caf\xe9.parquet"
+    path.rename(os.fsdecode(named))
+    assert found(os.fsdecode(named)).num_rows == 3
+
+
+def test_an_empty_input_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet(tmp_path / "a.parquet")
+    monkeypatch.chdir(tmp_path)
+    assert "--input is empty" in refusal("")
+    assert found(".").num_rows == 2
