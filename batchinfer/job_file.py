@@ -75,7 +75,9 @@ def _fill_settings(table: dict[str, Any], settings: Mapping[str, str], path: Pat
     for key in sorted(used - set(settings)):
         raise UsageError(f"{path}: nothing fills {{{key}}}; give --set {key}=VALUE")
     for key in sorted(set(settings) - used):
-        raise UsageError(f"--set {key}: {path} has no {{{key}}}")
+        raise UsageError(
+            f"--set {key}: {path} has no {{{key}}} to fill; an option is given by its flag, as without --job"
+        )
     return filled
 
 

@@ -53,7 +53,7 @@ def test_logit_bias_as_a_table(tmp_path):
         ("deadline = 2024-01-01", {}, "deadline: .* is not a number"),
         ("max-tokens = 4\nmax_tokens = 5", {}, "stands there twice"),
         ('input = "{day}.parquet"', {}, r"nothing fills \{day\}; give --set day=VALUE"),
-        ('input = "a.parquet"', {"day": "x"}, r"--set day: .* has no \{day\}"),
+        ('input = "a.parquet"', {"day": "x"}, r"--set day: .* has no \{day\} to fill; an option is given by its flag"),
         ("input = ", {}, "is not TOML"),
     ],
 )
