@@ -10,6 +10,7 @@ from tiny_jobs import read_rows, save_tiny_model, write_jsonl
 
 from batchinfer import llm, pipeline
 from batchinfer.cli import main as command_line
+from batchinfer.cli.bench import throughput
 from batchinfer.config import iter_options
 from batchinfer.data.result_schema import result_schema
 from batchinfer.errors import ErrorCode
@@ -92,6 +93,7 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_documented_options_and_columns_are_those_there_are() -> None:
     options = {"--" + member.name.replace("_", "-") for _, member in iter_options()} | {"--job", "--set"}
+    options |= {name for parameter in throughput.params for name in parameter.opts}
     named = set(re.findall(r"`?(--[a-z][a-z-]+)", README.replace("--no-", "--")))
     assert named - {"--help", "--rows", "--errors"} <= options
     table = README.split("## Output")[1].split("Exit codes")[0]
