@@ -47,7 +47,7 @@ def run_job(options: EffectiveOptions) -> ExitCode:
     KeyboardInterrupt where SIGINT or SIGTERM come at a time when no row runs, or twice."""
     target = options.config.output.output or default_output(options.config.input.input[0])
     with StopSignals() as signals:
-        run = _Run(options, signals)
+        run = _Run(options, signals, target)
         run.check_output(target)
         run.find_model()
         overwrites = options.config.output.overwrite
@@ -115,7 +115,7 @@ def _answer_to_files(run: "_Run", writer: OutputWriter, target: str, overwrites:
 class _Run:
     """One run of a job in this process: its input, its model, its figures."""
 
-    def __init__(self, options: EffectiveOptions, signals: StopSignals) -> None:
+    def __init__(self, options: EffectiveOptions, signals: StopSignals, output: str | None = None) -> None:
         self._signals = signals
         self.phases = Phases()
         self._start = time.monotonic()
@@ -123,7 +123,7 @@ class _Run:
         self._config: JobConfig = options.config
         _say(f"options: {options.describe()}")
         with self.phases.timed("input"):
-            self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say)
+            self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say, output)
         self._fingerprint_options = _with_file_contents(self._config.fingerprint_options())
         self._statistics = RequestStatistics()
 

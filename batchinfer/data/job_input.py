@@ -36,9 +36,14 @@ class JobInput:
     param_columns: ParamColumns
 
     @classmethod
-    def read(cls, config: InputConfig, seed: int, report: Callable[[str], None]) -> "JobInput":
-        """Finds the shards and reports what is read and how. Raises UsageError where they cannot make a job."""
-        shard_set = discover(config)
+    def read(
+        cls, config: InputConfig, seed: int, report: Callable[[str], None], output: str | None = None
+    ) -> "JobInput":
+        """Finds the shards and reports what is read and how. Raises UsageError where they cannot make a job.
+
+        output: where the job writes, which may lie among its input.
+        """
+        shard_set = discover(config, output)
         for uri, reason in shard_set.skipped:
             report(f"skipped {uri}: {reason}")
         schemas = [shard.schema for shard in shard_set.shards]

@@ -73,14 +73,15 @@ class _Inspected:
     line_index: LineIndex | None = None
 
 
-def discover(config: InputConfig) -> ShardSet:
+def discover(config: InputConfig, output: str | None = None) -> ShardSet:
     """The shards of `config.input`: in the order given, and inside a directory or glob sorted by path.
 
+    output: where the job writes; a single file there is none of the input that a directory or glob gives.
     Reads each file once, for its fingerprint and, of JSON Lines, for one schema over all of them. Raises UsageError
     naming the file: nothing found, no rows, an unreadable file, a column that Parquet output cannot repeat.
     """
     skipped: list[tuple[str, str]] = []
-    found = [file for text in config.input for file in _find(text, skipped)]
+    found = [file for text in config.input for file in _without_output(text, _find(text, skipped), output, skipped)]
     _check_found(config, found, skipped)
     kinds = ColumnKinds()
     errors: list[str] = []
@@ -151,6 +152,14 @@ def _find(text: str, skipped: list[tuple[str, str]]) -> list[_Found]:
     raise UsageError(f"--input {text}: no such file or directory")
 
 
+def _without_output(text: str, found: list[_Found], output: str | None, skipped: list[tuple[str, str]]) -> list[_Found]:
+    uri = locate(output).uri if output else None
+    if text == output or uri not in [file.location.uri for file in found]:
+        return found
+    skipped.append((str(uri), "the output of this job"))
+    return [file for file in found if file.location.uri != uri]
+
+
 def _explicit_format(location: Location) -> Format:
     file_format = _format_of(location.name)
     if file_format is None:
@@ -210,7 +219,8 @@ def _named_hidden(pattern: str) -> bool:
 def _inspect(found: _Found, kinds: ColumnKinds, errors: list[str]) -> _Inspected:
     location = found.location
     with naming_faults(location.uri, UsageError, "it may be cut short or of another format; write it again"):
-        if location.size_bytes() == 0:
+        may_be_empty = found.format == "jsonl" and not location.name.endswith((".gz", ".zst"))
+        if location.size_bytes() == 0 and not may_be_empty:
             raise UsageError(f"{location.uri}: the file is empty (0 bytes): write it again or leave it out")
         if found.format == "jsonl":
             return _inspect_jsonl(found, kinds, errors)

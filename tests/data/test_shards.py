@@ -141,7 +141,25 @@ def test_no_rows_at_all_is_an_error_and_one_rowless_file_is_skipped(tmp_path: Pa
     assert shard_set.skipped == ((str(empty), "no rows"), (str(blank), "no rows"))
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl", "x.jsonl.gz", "x.jsonl.zst"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson"])
+def test_plain_lines_may_be_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    shard_set = found(parquet(tmp_path / "good.parquet"), tmp_path / name)
+    assert names(shard_set) == ["good.parquet"]
+    assert shard_set.skipped == ((str(tmp_path / name), "no rows"),)
+
+
+def test_the_jobs_own_output_among_its_input_is_skipped(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet")
+    output = parquet(tmp_path / "b.parquet")
+    for text in (str(tmp_path), f"{tmp_path}/*.parquet"):
+        shard_set = discover(InputConfig(input=(text,)), str(output))
+        assert names(shard_set) == ["a.parquet"]
+        assert shard_set.skipped == ((str(output), "the output of this job"),)
+    assert len(discover(InputConfig(input=(str(tmp_path),))).shards) == 2
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl.gz", "x.jsonl.zst"])
 def test_an_empty_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     message = refusal(parquet(tmp_path / "good.parquet"), tmp_path / name)

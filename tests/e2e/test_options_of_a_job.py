@@ -134,3 +134,17 @@ def test_stop_strings_ids_and_biases_of_flags_and_rows(tmp_path: Path, tiny_mode
     assert answers[3]["completion_token_ids"][-1] == EOS
     assert EOS not in answers[3]["completion_token_ids"][:2]
     assert answers[3]["completion_token_ids"][0] != BOS
+
+
+def test_a_single_file_beside_its_input_is_not_answered_by_the_same_command_run_again(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
+    for text in (f"{tmp_path}/*.jsonl", str(tmp_path)):
+        output = tmp_path / f"out{len(text)}.jsonl"
+        options = ["--input", text, "--output", output, "--max-tokens", 2]
+        assert call(tiny_model, *options) == 0
+        capsys.readouterr()
+        assert call(tiny_model, *options) == 0
+        assert "is finished already" in capsys.readouterr().err
+        output.unlink()
