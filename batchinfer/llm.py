@@ -52,8 +52,10 @@ class LLM:
 
         params: for all prompts or one each; None takes the options given to LLM(...).
         """
+        if not isinstance(prompts, str | Sequence | np.ndarray):
+            raise UsageError(f"prompts: {type(prompts).__name__} is neither text nor token ids, nor a list of them")
         values = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else list(prompts)
-        are_text = [isinstance(value, str) for value in values]
+        are_text = [isinstance(value, str) for value in values if value is not None]
         if any(are_text) and not all(are_text):
             raise UsageError("prompts: must be all text or all token ids")
         return self._run("prompt" if all(are_text) else "prompt_token_ids", values, params)
@@ -116,10 +118,12 @@ def _config(options: Mapping[str, Any]) -> JobConfig:
 
 
 def _of_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    each = [params] * count if isinstance(params, SamplingParams) else params
+    if not isinstance(each, list | tuple) or not all(isinstance(one, SamplingParams) for one in each):
+        raise UsageError("params: must be SamplingParams, or a list of them")
     if len(each) != count:
         raise UsageError(f"params: {len(each)} for {count} prompts; give one for all, or one each")
-    return each
+    return list(each)
 
 
 def _is_token_ids(prompt: Any) -> bool:

@@ -75,6 +75,8 @@ class ConfigFields:
         for name in sorted(self._unread):
             value = self._config[name]
             if value is not None and value is not False and value not in ([], {}, ""):
+                if name == "quantization_config":
+                    raise self.invalid("quantization_config: such weights are not read; choose 16-bit ones or a GGUF")
                 raise self.error(
                     name,
                     "is not a field that batchinfer knows for this model, and it may change the answers; "

@@ -52,6 +52,8 @@ def test_a_prompt_is_text_or_token_ids_alone_or_in_a_list(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
     with pytest.raises(UsageError, match="all text or all token ids"):
         llm.generate(["hello", ids], GREEDY)
+    with pytest.raises(UsageError, match="prompts: int is neither text"):
+        llm.generate(5, GREEDY)
 
 
 def test_bad_prompts_are_results_and_the_others_are_answered(llm: LLM) -> None:
@@ -60,6 +62,8 @@ def test_bad_prompts_are_results_and_the_others_are_answered(llm: LLM) -> None:
     assert (long.error_code, lone.error_code) == ("prompt_too_long", "bad_prompt")
     outside, empty = llm.generate([[BOS, 999_999], []], GREEDY)
     assert (outside.error_code, empty.error_code) == ("bad_prompt", "empty_prompt")
+    answered, missing = llm.generate(["hello", None], GREEDY)
+    assert (answered.text, missing.error_code) == (good.text, "null_prompt")
     assert texts(llm.generate("hello", GREEDY)) == [good.text]
 
 
@@ -85,6 +89,8 @@ def test_chat_applies_the_template_with_one_bos(llm: LLM) -> None:
 def test_params_are_one_for_all_or_one_each(llm: LLM) -> None:
     with pytest.raises(UsageError, match="2 for 3 prompts"):
         llm.generate(["a", "b", "c"], [GREEDY, GREEDY])
+    with pytest.raises(UsageError, match="params: must be SamplingParams"):
+        llm.generate(["a"], {"max_tokens": 2})
 
 
 def test_an_interrupted_call_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_defaults_of_absent_fields_are_those_of_transformers(model_type):
         ({"logit_scale": 0.5}, "logit_scale = 0.5"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"residual_multiplier": 0}, "residual_multiplier"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: such weights are not read"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
         ({"num_key_value_heads": 2}, "num_kv_heads = 2"),
