@@ -1,11 +1,27 @@
-"""Linear layers whose products run in 8 bits: int8 weights made at load, activations quantised on the fly. Called by
-the models' linear layers."""
+"""Linear layers of quantised weights. Called by the models' linear layers.
+
+quantize_weight and quantized_linear run products in 8 bits: int8 weights made at load, activations quantised on the
+fly. pack_weight and packed_linear keep a checkpoint's own 4- or 8-bit numbers, or bf16, in memory and run products in
+the activations' format.
+"""
 
 import torch
-from batchinfer.kernels.quantized_linear import cpu, reference
+from batchinfer.kernels.quantized_linear import cpu, packed, reference
+from batchinfer.kernels.quantized_linear.packed import PackedWeight
+from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight, concatenate
 from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
 
-__all__ = ["QuantizedWeight", "quantize_weight", "quantized_linear"]
+__all__ = [
+    "Fp8Weight",
+    "IntegerWeight",
+    "PackedWeight",
+    "QuantizedWeight",
+    "concatenate",
+    "pack_weight",
+    "packed_linear",
+    "quantize_weight",
+    "quantized_linear",
+]
 
 
 def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
@@ -28,6 +44,35 @@ def quantized_linear(
     dtypes, filled and returned; None makes one of x's dtype. Each group of 64 inputs of a row is rotated and quantised
     by a scale of its own (its largest magnitude / 127), so that a row's result does not depend on other rows.
     """
+    out = _checked_out(x, weight, bias, out)
+    backend = cpu if cpu.can_run(x) else reference
+    backend.quantized_linear(x, weight, bias, out)
+    return out
+
+
+def pack_weight(weight: IntegerWeight | Fp8Weight | torch.Tensor) -> PackedWeight:
+    """The form that packed_linear reads: 2 numbers a byte up to 4 bits, one a byte with 8 bits and fp8, and two bytes a
+    number from a bf16 tensor [N, K], which loses nothing either."""
+    return packed.pack_weight(weight)
+
+
+def packed_linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x W^T + b with W as the checkpoint means it, rounded from float32 to x's dtype; products and sums are float32.
+
+    x: [n, num_inputs], bf16, fp16 or fp32; bias: float32 [num_outputs]; out: dense [n, num_outputs] of one of these
+    dtypes, filled and returned; None makes one of x's dtype. A row's result does not depend on other rows, nor on
+    how many there are, where the native code runs.
+    """
+    out = _checked_out(x, weight, bias, out)
+    reference.packed_linear(x, weight, bias, out)
+    return out
+
+
+def _checked_out(
+    x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
     if x.ndim != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight of {weight.num_inputs} inputs")
     shape = (len(x), weight.num_outputs)
@@ -37,6 +82,4 @@ def quantized_linear(
         raise ValueError(f"out must be dense {shape}, not {tuple(out.shape)}")
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != shape[1:]):
         raise ValueError(f"bias must be float32 [{weight.num_outputs}], not {bias.dtype} {tuple(bias.shape)}")
-    backend = cpu if cpu.can_run(x) else reference
-    backend.quantized_linear(x, weight, bias, out)
     return out

@@ -1,7 +1,8 @@
-"""Plain torch specification of quantize_weight and quantized_linear."""
+"""Plain torch specification of quantize_weight, quantized_linear and packed_linear."""
 
 import torch
 import torch.nn.functional as F
+from batchinfer.kernels.quantized_linear.packed import PackedWeight
 from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, QuantizedWeight
 
 ROWS_AT_ONCE = 2048  # bounds the float32 copies while packing; a multiple of COLUMNS
@@ -33,6 +34,11 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
         sums = values[:, group] @ weight_values[:, group].to(torch.float32).T
         total += sums * (scales[:, group, None] * weight_scales[:, group])
     out.copy_(total if bias is None else total + bias)
+
+
+def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """See the package's `packed_linear`."""
+    out.copy_(F.linear(x.to(torch.float32), weight.dequantize(x.dtype).to(torch.float32), bias))
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

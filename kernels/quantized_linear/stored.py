@@ -142,8 +142,8 @@ def concatenate(weights: Sequence[StoredWeight]) -> StoredWeight:
         if other.shape[1] != first.shape[1]:
             raise ValueError(f"cannot stack values of {first.shape[1]} and {other.shape[1]} inputs")
     if isinstance(first, IntegerWeight):
-        return _stack_integers(weights)  # type: ignore[arg-type, return-value]
-    return _stack_fp8(weights)  # type: ignore[arg-type, return-value]
+        return _stack_integers(weights)
+    return _stack_fp8(weights)
 
 
 def _stack_integers(weights: Sequence[IntegerWeight]) -> IntegerWeight:

@@ -1,0 +1,96 @@
+"""Linear layers whose weights stay in the checkpoint's own bits: the packed form against the stored one, products
+against plain arithmetic, rows that do not depend on each other, and faults that stay visible."""
+
+import math
+
+import pytest
+import torch
+from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight, pack_weight, packed_linear, reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# outputs, inputs, group size
+SHAPES = [(96, 576, 64), (70, 100, 50), (33, 130, 32), (1, 1, 1), (40, 6, 6), (5, 257, 257), (64, 45, 3)]
+KINDS = ["int2", "int3", "int4", "int4_offsets", "int4_permuted", "int8", "int8_offsets", "fp8", "bf16"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded_on_two_threads():
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def stored_weight(kind, rows, columns, group_size, scale_dtype=torch.float32):
+    """What a checkpoint holds, of numbers about 1, and the same as a float32 matrix."""
+    if kind == "bf16":
+        weight = torch.randn(rows, columns).bfloat16()
+        return weight, weight.float()
+    groups = math.ceil(columns / group_size)
+    if kind == "fp8":
+        values = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+        weight = Fp8Weight(values, torch.rand(math.ceil(rows / 7), groups) + 0.1, (min(7, rows), group_size))
+        return weight, weight.dequantize()
+    bits = int(kind[3])
+    scales = ((torch.rand(rows, groups) + 0.1) / 2 ** (bits - 1)).to(scale_dtype)
+    zeros = torch.randint(0, 2**bits, (rows, groups)).float()
+    offsets = torch.randn(rows, groups).to(scale_dtype) if kind.endswith("offsets") else None
+    permutation = torch.randperm(columns) if kind.endswith("permuted") else None
+    values = torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8)
+    weight = IntegerWeight(bits, group_size, values, scales, zeros if offsets is None else None, offsets, permutation)
+    return weight, weight.dequantize()
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_keeps_each_number(kind, shape, scale_dtype):
+    stored, exact = stored_weight(kind, *shape, scale_dtype)
+    for dtype in DTYPES:
+        assert torch.equal(pack_weight(stored).dequantize(dtype), exact.to(dtype))
+
+
+def test_what_a_packed_weight_takes_in_memory():
+    numbers = 96 * 576
+    groups = numbers // 64
+    for kind, scale_dtype, nbytes in [
+        ("int4", torch.float16, numbers // 2 + 4 * groups),
+        ("int4", torch.float32, numbers // 2 + 8 * groups),
+        ("int3", torch.float16, numbers // 2 + 4 * groups),
+        ("int4_permuted", torch.float16, numbers // 2 + 4 * groups + 4 * 576),
+        ("int8", torch.float16, numbers + 4 * groups),
+        ("fp8", torch.float32, numbers + 8 * groups),
+        ("bf16", torch.float32, 2 * numbers),
+    ]:
+        assert pack_weight(stored_weight(kind, 96, 576, 64, scale_dtype)[0]).nbytes == nbytes, kind
+
+
+def test_only_bf16_is_packed_as_it_is():
+    with pytest.raises(ValueError, match="must be bf16"):
+        pack_weight(torch.randn(4, 4))
+
+
+def plain(x, exact, bias):
+    """float64, with the weight rounded to x's dtype."""
+    return x.double() @ exact.to(x.dtype).double().T + bias.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_specification_is_the_plain_product(kind, shape, dtype):
+    stored, exact = stored_weight(kind, *shape)
+    x, bias, out = torch.randn(13, shape[1]).to(dtype), torch.randn(shape[0]), torch.empty(13, shape[0])
+    reference.packed_linear(x, pack_weight(stored), bias, out)
+    torch.testing.assert_close(out.double(), plain(x, exact, bias), rtol=1e-5, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused():
+    weight = pack_weight(torch.randn(10, 64).bfloat16())
+    with pytest.raises(ValueError, match="64 inputs"):
+        packed_linear(torch.randn(2, 63), weight)
+    with pytest.raises(ValueError, match="bias must be float32"):
+        packed_linear(torch.randn(2, 64), weight, torch.randn(10).bfloat16())
+    with pytest.raises(ValueError, match="out must be dense"):
+        packed_linear(torch.randn(2, 64), weight, out=torch.empty(10, 2).T)
