@@ -1,0 +1,1 @@
+"""Quantised checkpoints: readers of each format, and what makes them."""
