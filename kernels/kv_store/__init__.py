@@ -22,8 +22,9 @@ def kv_store(
     k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous; bf16, fp16, fp32, float8_e4m3fn,
         float8_e5m2 or int8; written in place.
     slot_mapping: int64 [num_tokens], block * block_size + offset; non-negative slots are distinct.
-    k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], written in place: absmax / (448, 57344 or 127) of
-        each token and head. None: 8-bit values are stored at scale 1, saturating. int8 needs scales.
+    k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], written in place: of each token and
+        head, the absmax / 127 for int8; for float8 the scale with the least squared error among absmax / (448 or 57344)
+        times 2^(i / 8), i = 0 ... 7. None: 8-bit values are stored at scale 1, saturating. int8 needs scales.
 
     A NaN stays NaN: in the code of a float format, and in the scale. Raises ValueError on shapes that do not fit.
     """

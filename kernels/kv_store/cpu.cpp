@@ -35,6 +35,8 @@ constexpr float largest() {
     return std::is_same<Format, E4m3>::value ? 448.0f : std::is_same<Format, E5m2>::value ? 57344.0f : 127.0f;
 }
 
+int64_t whole_vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+
 // The largest magnitude; NaN where there is one.
 float absmax(const float* values, int64_t n) {
     constexpr int PARTS = 16;
@@ -47,7 +49,42 @@ float absmax(const float* values, int64_t n) {
     return bit_cast<float>(*std::max_element(parts, parts + PARTS));
 }
 
+// The values of a small float format nearest to v, as floats. Halfway cases may go either way in the last step.
+template <class Format>
+Vec nearest(Vec v) {
+    constexpr int SHIFT = Format::SHIFT;
+    constexpr float ALIGN = 1.5f * float(1 << (23 + 1 - Format::BIAS - (23 - SHIFT)));  // its last bit: the least subnormal
+    constexpr float LEAST_NORMAL = 1.0f / (1 << (Format::BIAS - 1));
+    IntVec bits = (IntVec)v;
+    Vec rounded = (Vec)((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) & ~((1 << SHIFT) - 1));
+    Vec subnormal = (v + ALIGN) - ALIGN;
+    Vec magnitude = (Vec)(bits & 0x7fffffff);
+    return magnitude < LEAST_NORMAL ? subnormal : rounded;
+}
+
+// Of the scales least * 2^(i / 8), the one with the least squared error. A float format's steps grow with the value, so
+// that a scale only decides where in a binade values fall; beyond a factor of 2 nothing new comes.
+// values: filled up with zeros to whole vectors.
+template <class Format>
+float best_scale(const float* values, int64_t n, float least) {
+    constexpr float STEPS[] = {1.0f,        1.09050773f, 1.18920712f, 1.29683955f,
+                               1.41421356f, 1.54221083f, 1.68179283f, 1.83400809f};
+    float best = least, best_error = std::numeric_limits<float>::infinity();
+    for (float step : STEPS) {
+        Vec inverse = splat(1.0f / (least * step)), errors{};
+        for (int64_t i = 0; i < n; i += LANES) {
+            Vec scaled = load_vec(values + i) * inverse;
+            Vec error = scaled - nearest<Format>(scaled);
+            errors += error * error;
+        }
+        float error = sum_lanes(errors) * step * step;
+        if (error < best_error) best_error = error, best = least * step;
+    }
+    return best;
+}
+
 // Divides by the scale where there is one, saturates and rounds. Returns through `scale` what decodes the codes.
+// values: with room for whole vectors.
 template <class Format>
 void encode(float* values, int64_t n, float* scale, typename Format::Storage* to) {
     if constexpr (sizeof(typename Format::Storage) == 1) {
@@ -55,6 +92,10 @@ void encode(float* values, int64_t n, float* scale, typename Format::Storage* to
         if (scale) {
             float highest = absmax(values, n) / LIMIT;
             float divisor = highest < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : highest;
+            if constexpr (!std::is_same<Format, Int8>::value) {
+                std::fill(values + n, values + whole_vectors(n), 0.0f);
+                divisor = best_scale<Format>(values, n, divisor);
+            }
             *scale = divisor;
             for (int64_t i = 0; i < n; i++) values[i] /= divisor;
         }
@@ -114,7 +155,7 @@ void run(const Problem& p, const Rotation* rotation) {
                 using Format = decltype(f);
                 thread_local AlignedBuffer<float> scratch;
                 thread_local AlignedBuffer<typename Format::Storage> rotated;
-                float* values = scratch.at_least(size_t(p.head_dim));
+                float* values = scratch.at_least(size_t(whole_vectors(p.head_dim)));
                 auto* keys = rotated.at_least(size_t(p.head_dim));
                 for (int64_t t = first; t < last; t++)
                     store_token<Format, decltype(c)>(p, rotation, t, values, keys);

@@ -5,6 +5,7 @@ from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode
 from batchinfer.kernels.rotary import reference as rotary_reference
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
+SCALE_STEPS = tuple(2 ** (i / 8) for i in range(8))  # as in cpu.cpp
 
 
 def kv_store(
@@ -51,7 +52,7 @@ def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None
     if cache.dtype in STORAGE_MAX:
         values = values.to(torch.float32)
         if scale is not None:
-            token_scale = _absmax_scale(values, cache.dtype)
+            token_scale = _scale(values, cache.dtype)
             scale.view(-1)[rows] = token_scale.flatten()
             values = values / token_scale[..., None]
         values = encode(values, cache.dtype)
@@ -61,10 +62,23 @@ def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None
     _as_integers(cache).view(-1, head_dim).index_copy_(0, rows, _as_integers(values).reshape(-1, head_dim))
 
 
-def _absmax_scale(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[num_tokens, num_kv_heads]; NaN where a vector holds NaN, so that the fault survives the encoding. A vector of
-    zeros gets the least positive scale, which decodes to zeros."""
-    return (values.abs().amax(-1) / STORAGE_MAX[dtype]).clamp_min(_LEAST_SCALE)
+def _scale(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[num_tokens, num_kv_heads]: absmax / the dtype's largest value for int8; for a float format, whose steps grow
+    with the value, the one with the least squared error among SCALE_STEPS times that.
+
+    NaN where a vector holds NaN, so that the fault survives the encoding. A vector of zeros gets the least positive
+    scale, which decodes to zeros.
+    """
+    least = (values.abs().amax(-1) / STORAGE_MAX[dtype]).clamp_min(_LEAST_SCALE)
+    if dtype == torch.int8:
+        return least
+    best, best_error = least, torch.full_like(least, torch.inf)
+    for step in SCALE_STEPS:
+        scaled = values * (1 / (least * step))[..., None]
+        error = (scaled - encode(scaled, dtype).to(torch.float32)).square().sum(-1) * (step * step)
+        better = error < best_error
+        best, best_error = torch.where(better, least * step, best), torch.where(better, error, best_error)
+    return best
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
