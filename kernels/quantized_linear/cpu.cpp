@@ -2,6 +2,7 @@
 // are exact and the groups' float sums have one order, so that a row's result does not depend on the other rows.
 
 #include "../common/native.h"
+#include "packed.h"
 
 namespace batchinfer {
 namespace {
@@ -255,4 +256,18 @@ extern "C" void quantized_linear(const void* x, int64_t num_rows, const batchinf
                  scales.at_least(size_t(num_rows * weight->num_groups))};
     with_float_format(x_format, [&](auto f) { quantise_rows<decltype(f)>(x, num_rows, *weight, rows, threads); });
     with_float_format(out_format, [&](auto f) { run<decltype(f)>(rows, num_rows, *weight, out, threads); });
+}
+
+// x: [num_rows, num_inputs], dense, of x_format; out: [num_rows, num_outputs], dense, of out_format.
+extern "C" void packed_linear(const void* x, int64_t num_rows, const batchinfer::Packed* weight, void* out,
+                              int64_t x_format, int64_t out_format, int64_t threads) {
+    using namespace batchinfer;
+    const Packed& w = *weight;
+    if (x_format == FP32) return run_packed<FloatProducts<Fp32>>(x, num_rows, w, out, out_format, threads);
+    if (x_format == FP16) return run_packed<FloatProducts<Fp16>>(x, num_rows, w, out, out_format, threads);
+#if defined(BATCHINFER_BF16_PANELS)
+    run_packed<Bf16Products>(x, num_rows, w, out, out_format, threads);
+#else
+    run_packed<FloatProducts<Bf16>>(x, num_rows, w, out, out_format, threads);
+#endif
 }

@@ -1,4 +1,4 @@
-"""Native CPU backend of quantize_weight and quantized_linear."""
+"""Native CPU backend of quantize_weight, quantized_linear and packed_linear."""
 
 import ctypes
 import functools
@@ -7,6 +7,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 from batchinfer.kernels.common import native
+from batchinfer.kernels.quantized_linear.packed import PackedWeight
 from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
 
 
@@ -25,6 +26,26 @@ class Weight(ctypes.Structure):
         return cls(*(native.address(tensor) for tensor in tensors), *sizes)
 
 
+class Packed(ctypes.Structure):
+    """As in unpack.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "parameters", "inputs", "bias")),
+        *((name, c_int64) for name in ("kind", "has_fp32_parameters", "has_offsets")),
+        *((name, c_int64) for name in ("steps", "group_steps", "num_outputs", "num_inputs")),
+    )
+
+    @classmethod
+    def of(cls, weight: PackedWeight, bias: torch.Tensor | None) -> "Packed":
+        parameters = weight.parameters
+        has_fp32_parameters = parameters is not None and parameters.dtype == torch.float32
+        return cls(
+            *(native.address(tensor) for tensor in (weight.values, parameters, weight.inputs, bias)),
+            *(weight.kind, has_fp32_parameters, weight.has_offsets),
+            *(weight.values.shape[1], weight.group_steps, weight.num_outputs, weight.num_inputs),
+        )
+
+
 @functools.cache
 def _quantize() -> Callable[..., None]:
     return native.function("quantized_linear", "quantize_weight", c_void_p, c_int64, ctypes.POINTER(Weight), c_int64)
@@ -34,6 +55,12 @@ def _quantize() -> Callable[..., None]:
 def _run() -> Callable[..., None]:
     pointers = (c_void_p, c_int64, ctypes.POINTER(Weight), c_void_p)
     return native.function("quantized_linear", "quantized_linear", *pointers, c_int64, c_int64, c_int64)
+
+
+@functools.cache
+def _run_packed() -> Callable[..., None]:
+    pointers = (c_void_p, c_int64, ctypes.POINTER(Packed), c_void_p)
+    return native.function("quantized_linear", "packed_linear", *pointers, c_int64, c_int64, c_int64)
 
 
 def can_run(x: torch.Tensor) -> bool:
@@ -54,5 +81,14 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     x = x.contiguous()
     _run()(
         *(x.data_ptr(), len(x), ctypes.byref(Weight.of(weight, bias)), out.data_ptr()),
+        *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], torch.get_num_threads()),
+    )
+
+
+def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """See the package's `packed_linear`."""
+    x = x.contiguous()
+    _run_packed()(
+        *(x.data_ptr(), len(x), ctypes.byref(Packed.of(weight, bias)), out.data_ptr()),
         *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], torch.get_num_threads()),
     )

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
-from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight, pack_weight, packed_linear, reference
+from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight, cpu, pack_weight, packed_linear, reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # outputs, inputs, group size
 SHAPES = [(96, 576, 64), (70, 100, 50), (33, 130, 32), (1, 1, 1), (40, 6, 6), (5, 257, 257), (64, 45, 3)]
+BACKENDS = [cpu, reference]
 KINDS = ["int2", "int3", "int4", "int4_offsets", "int4_permuted", "int8", "int8_offsets", "fp8", "bf16"]
 
 
@@ -76,14 +77,72 @@ def plain(x, exact, bias):
     return x.double() @ exact.to(x.dtype).double().T + bias.double()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_specification_is_the_plain_product(kind, shape, dtype):
+def test_the_plain_product(kind, shape, dtype, backend):
     stored, exact = stored_weight(kind, *shape)
     x, bias, out = torch.randn(13, shape[1]).to(dtype), torch.randn(shape[0]), torch.empty(13, shape[0])
-    reference.packed_linear(x, pack_weight(stored), bias, out)
-    torch.testing.assert_close(out.double(), plain(x, exact, bias), rtol=1e-5, atol=1e-4)
+    backend.packed_linear(x, pack_weight(stored), bias, out)
+    terms = x.double().abs() @ exact.double().abs().T + 1
+    assert ((out.double() - plain(x, exact, bias)).abs() <= 1e-6 * terms).all()
+
+
+@pytest.mark.parametrize("count", [1, 257])  # unpacked in registers, and into panels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_hot_rows_read_out_each_number_of_the_weight(kind, dtype, count):
+    """Products with 1 and 0 are exact, so that what comes out is the weight as it was rounded to x's dtype."""
+    stored, exact = stored_weight(kind, 65, 257, 60)
+    weight, rows = pack_weight(stored), torch.eye(257, dtype=dtype)
+    for first in range(0, 257, count if count > 1 else 16):
+        out = packed_linear(rows[first : first + count], weight, out=torch.empty(count, 65))
+        assert torch.equal(out, exact.to(dtype).float().T[first : first + count])
+
+
+def test_more_rows_than_a_block_is_unpacked_for_once_and_rows_that_share_cache_lines():
+    stored, exact = stored_weight("int4", 33, 2048, 64)
+    x, bias = torch.randn(2060, 2048).bfloat16(), torch.zeros(33)
+    result = packed_linear(x, pack_weight(stored), out=torch.empty(2060, 33))
+    torch.testing.assert_close(result.double(), plain(x, exact, bias), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["int4", "int4_permuted", "int8_offsets", "fp8", "bf16"])
+def test_a_row_does_not_depend_on_the_batch(kind, dtype):
+    weight, bias = pack_weight(stored_weight(kind, 97, 320, 64)[0]), torch.randn(97)
+    x = torch.randn(130, 320).to(dtype)
+    whole = packed_linear(x, weight, bias)
+    for count in [*range(1, 30), 64, 129]:
+        assert torch.equal(packed_linear(x[:count], weight, bias), whole[:count]), count
+        assert torch.equal(packed_linear(x[-count:], weight, bias), whole[-count:]), count
+    torch.set_num_threads(1)
+    assert torch.equal(packed_linear(x, weight, bias), whole)
+    assert packed_linear(x[:0], weight, bias).shape == (0, 97)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_float_format_is_written(dtype):
+    x, weight = torch.randn(20, 100).bfloat16(), pack_weight(stored_weight("int4", 70, 100, 50)[0])
+    exact = packed_linear(x, weight, out=torch.empty(20, 70))
+    for count in (2, 20):
+        assert torch.equal(
+            packed_linear(x[:count], weight, out=torch.empty(count, 70, dtype=dtype)), exact.to(dtype)[:count]
+        )
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8", "bf16"])
+def test_faults_stay_in_their_row_and_visible(kind):
+    weight, x = pack_weight(stored_weight(kind, 40, 200, 50)[0]), torch.randn(20, 200).bfloat16()
+    healthy = packed_linear(x, weight)
+    x[3, 150], x[8, 0], x[11, 199] = math.nan, math.inf, -math.inf
+    result = packed_linear(x, weight)
+    ill = [3, 8, 11]
+    assert not result[ill].isfinite().any()
+    others = [row for row in range(20) if row not in ill]
+    assert torch.equal(result[others], healthy[others])
+    assert not packed_linear(x[3:4], weight).isfinite().any()
 
 
 def test_what_does_not_fit_is_refused():
