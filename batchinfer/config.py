@@ -14,6 +14,7 @@ from batchinfer.sampling_config import SamplingConfig
 KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ACTIVATION_DTYPES = ("auto", "int8")
+QUANTIZATIONS = ("auto", "awq", "gptq", "compressed-tensors", "fp8", "gguf", "none")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
 _UNSET_SAMPLING = SamplingConfig()
@@ -103,8 +104,16 @@ class ModelConfig:
     )
     dtype: str = option(
         "auto",
-        "Precision of weights and activations; auto is the checkpoint's own.",
+        "Precision of weights and activations; auto is the checkpoint's own, but bf16 where it is quantised and says "
+        "float16.",
         choices=DTYPES,
+        affects_answers=True,
+    )
+    quantization: str = option(
+        "auto",
+        "How the checkpoint's weights are quantised; auto reads it from the checkpoint, any other value is checked "
+        "against it. gguf runs the blocks of a .gguf file as they are, in place of 16-bit weights made from them.",
+        choices=QUANTIZATIONS,
         affects_answers=True,
     )
     activation_dtype: str = option(
@@ -131,6 +140,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
+        require_choice("quantization", self.quantization, QUANTIZATIONS)
         require_choice("activation_dtype", self.activation_dtype, ACTIVATION_DTYPES)
         require_choice("device", self.device, DEVICES)
         require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")

@@ -25,7 +25,7 @@ from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.executors.local import load_engine, prepare_kernels
 from batchinfer.executors.loop import Discard, Ending, EndingRules, Sink, run_loop
-from batchinfer.models.loader import generation_config
+from batchinfer.models.loader import checkpoint_options, generation_config
 from batchinfer.models.resolve import resolve_model
 from batchinfer.options import EffectiveOptions, OptionValue
 from batchinfer.process import StopSignals, peak_memory_bytes, versions
@@ -133,12 +133,13 @@ class _Run:
 
     def find_model(self) -> None:
         """Finds or fetches the model's files, and reads what rows that carry no parameters get."""
+        model = self._config.model
         with self.phases.timed("model"):
-            self._files = resolve_model(self._config.model.model, _say)
+            self._files = resolve_model(model.model, _say, model.quantization)
         _say(self._files.description)
         self._sampling, sources = resolve_sampling(self._config.sampling, generation_config(self._files.path))
         effective = {name: OptionValue(getattr(self._sampling, name), source) for name, source in sources.items()}
-        self._options = self._options.refined(effective)
+        self._options = self._options.refined(effective | checkpoint_options(self._files.path, model))
         _say(f"sampling of rows that do not choose: {self._options.describe_sampling()}")
 
     def output_job(self) -> OutputJob:

@@ -12,8 +12,9 @@ class KVCacheSpec:
     """Layers that share one block table.
 
     dtype: the storage format; `auto` has been resolved to the model's dtype before.
-    per_token_scales: a float32 scale for each token and KV head is kept beside the keys and beside the values. int8 has
-    no other way; fp8 may do without where the checkpoint brings scales; wider formats have none.
+    per_token_scales: a float32 scale for each token and KV head is kept beside the keys and beside the values. Formats
+    of 16 bits or more have none.
+    static_scales: the checkpoint's own scales, one a layer or head, serve in its place; 8-bit formats alone have them.
     Raises ValueError naming the field and the allowed values.
     """
 
@@ -23,6 +24,7 @@ class KVCacheSpec:
     block_size: int  # tokens
     dtype: str
     per_token_scales: bool
+    static_scales: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
@@ -32,13 +34,19 @@ class KVCacheSpec:
             raise ValueError(f"dtype = {self.dtype!r}: must be one of {', '.join(ELEMENT_BYTES)}")
         if self.per_token_scales and ELEMENT_BYTES[self.dtype] > 1:
             raise ValueError(f"per_token_scales = True: must be False for dtype {self.dtype}")
-        if self.dtype == "int8" and not self.per_token_scales:
+        if self.dtype == "int8" and not self.per_token_scales and not self.static_scales:
             raise ValueError("per_token_scales = False: must be True for dtype int8")
+        if self.static_scales and (self.per_token_scales or ELEMENT_BYTES[self.dtype] > 1):
+            raise ValueError("static_scales = True: must be False with per_token_scales and for 16 bits or more")
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one key or value element."""
         return ELEMENT_BYTES[self.dtype]
+
+    def has_static_scales(self, layer: int) -> bool:
+        """Whether a layer's numbers stand for themselves times the checkpoint's scales."""
+        return self.static_scales
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, scales included."""

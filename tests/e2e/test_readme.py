@@ -68,7 +68,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _every_model_is_the_tiny_one(model: Path, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (pipeline, llm):
-        monkeypatch.setattr(module, "resolve_model", lambda name, report: resolve_model(str(model), report))
+        monkeypatch.setattr(
+            module, "resolve_model", lambda name, report, quantization: resolve_model(str(model), report)
+        )
     monkeypatch.chdir(clone)
 
 

@@ -94,7 +94,6 @@ def test_defaults_of_absent_fields_are_those_of_transformers(model_type):
         ({"logit_scale": 0.5}, "logit_scale = 0.5"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"residual_multiplier": 0}, "residual_multiplier"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: such weights are not read"),
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"model_type": "gpt2"}, "model_type = 'gpt2'"),
         ({"num_key_value_heads": 2}, "num_kv_heads = 2"),
@@ -106,6 +105,14 @@ def test_defaults_of_absent_fields_are_those_of_transformers(model_type):
 def test_fields_that_would_change_the_answers_are_errors(change, message):
     with pytest.raises(BatchInferError, match=message):
         parse_config(SMOLLM2 | change, "config.json")
+
+
+def test_quantisation_config_is_no_field_of_the_model(tmp_path):
+    config = SMOLLM2 | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    assert parse_config(config, "config.json") == parse_config(SMOLLM2, "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BatchInferError, match=r"config\.json: quantization_config: quant_method = 'bitsandbytes'"):
+        load_decoder(tmp_path)
 
 
 def test_allowed_and_switched_off_fields_load():
