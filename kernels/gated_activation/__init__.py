@@ -1,5 +1,6 @@
 """The gate of an MLP: act(gate) * up. Called by the decoder's MLP."""
 
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -18,5 +19,12 @@ def gated_activation(gate_up: torch.Tensor, kind: ActivationKind) -> torch.Tenso
         raise ValueError(f"kind = {kind!r}: must be one of {', '.join(ACTIVATION_KINDS)}")
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has an odd width, {gate_up.shape[-1]}")
-    backend = cpu if cpu.can_run(gate_up, kind) else reference
-    return backend.gated_activation(gate_up, kind)
+    return _backend(gate_up, kind).gated_activation(gate_up, kind)
+
+
+def _backend(gate_up: torch.Tensor, kind: str) -> ModuleType:
+    if gate_up.is_cuda:
+        from batchinfer.kernels.gated_activation import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if cpu.can_run(gate_up, kind) else reference

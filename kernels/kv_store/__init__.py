@@ -1,6 +1,8 @@
 """Writes new keys and values into the paged cache, quantising them where the cache is of 8 bits. Called by each
 attention layer before paged_attention."""
 
+from types import ModuleType
+
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
 from batchinfer.kernels.kv_store import cpu, reference
@@ -30,7 +32,7 @@ def kv_store(
     """
     _check(k, k_cache, slot_mapping, k_scale)
     _check(v, v_cache, slot_mapping, v_scale)
-    backend = cpu if cpu.can_run(k, v, k_cache) else reference
+    backend = _backend(k, v, k_cache)
     backend.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -53,8 +55,16 @@ def rotary_kv_store(
     check_rotary(q, k, positions, cos_sin_cache)
     _check(k, k_cache, slot_mapping, k_scale)
     _check(v, v_cache, slot_mapping, v_scale)
-    backend = cpu if cpu.can_run(k, v, k_cache) and q.dtype == k.dtype else reference
+    backend = _backend(k, v, k_cache, has_native_form=q.dtype == k.dtype)
     return backend.rotary_kv_store(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+
+
+def _backend(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, has_native_form: bool = True) -> ModuleType:
+    if k.is_cuda:
+        from batchinfer.kernels.kv_store import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if has_native_form and cpu.can_run(k, v, k_cache) else reference
 
 
 def _check(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:

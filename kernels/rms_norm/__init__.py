@@ -1,5 +1,7 @@
 """Root mean square normalisation, alone and after a residual sum. Called by the decoder's layers."""
 
+from types import ModuleType
+
 import torch
 from batchinfer.kernels.rms_norm import cpu, reference
 
@@ -11,8 +13,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     and the quotient rounded to x's dtype before the weight is applied, as Hugging Face does.
     """
     _check(x, weight)
-    backend = cpu if cpu.can_run(x, weight) else reference
-    return backend.rms_norm(x, weight, eps)
+    return _backend(x, weight).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(
@@ -22,8 +23,15 @@ def add_rms_norm(
     _check(x, weight)
     if residual.shape != x.shape:
         raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
-    backend = cpu if cpu.can_run(x, residual, weight) else reference
-    return backend.add_rms_norm(x, residual, weight, eps)
+    return _backend(x, residual, weight).add_rms_norm(x, residual, weight, eps)
+
+
+def _backend(x: torch.Tensor, *others: torch.Tensor) -> ModuleType:
+    if x.is_cuda:
+        from batchinfer.kernels.rms_norm import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if cpu.can_run(x, *others) else reference
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -1,5 +1,7 @@
 """Rotary position embedding of queries and keys. Called by each attention layer."""
 
+from types import ModuleType
+
 import torch
 from batchinfer.kernels.rotary import cpu, reference
 
@@ -15,8 +17,15 @@ def rotary(
     Returns new contiguous tensors of q's and k's dtype; computed in float32. Source: Su et al., arXiv 2104.09864.
     """
     check_rotary(q, k, positions, cos_sin_cache)
-    backend = cpu if cpu.can_run(q, k) else reference
-    return backend.rotary(q, k, positions, cos_sin_cache)
+    return _backend(q, k).rotary(q, k, positions, cos_sin_cache)
+
+
+def _backend(q: torch.Tensor, k: torch.Tensor) -> ModuleType:
+    if q.is_cuda:
+        from batchinfer.kernels.rotary import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if cpu.can_run(q, k) else reference
 
 
 def check_rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:

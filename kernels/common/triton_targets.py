@@ -1,0 +1,58 @@
+"""The devices that the Triton kernels are built for, and what each can do. Used by the gpu backends to choose sizes and
+number formats, and by the gates that compile ahead of time."""
+
+import os
+from dataclasses import dataclass
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of device. `generation` is the key of the gpu backends' tables of sizes."""
+
+    name: str
+    generation: str
+    backend: str  # Triton's name: cuda or hip
+    arch: int | str  # Triton's name: 90, or gfx942
+    warp_size: int
+    shared_bytes: int  # most that a block of threads may have
+    has_e4m3: bool  # converts the format of the cache by itself
+    matrix_instruction: str  # pattern of its newest kind of 16-bit matrix product in the disassembly
+
+    @property
+    def triton(self) -> GPUTarget:
+        return GPUTarget(self.backend, self.arch, self.warp_size)
+
+
+# Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; CDNA 3 ISA: 64 KiB.
+# gfx942 has an e4m3 of its own (FNUZ, another bias), so codes are taken apart by bits there.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "ampere", "cuda", 80, 32, 163 << 10, False, r"\bHMMA\b"),
+        Target("sm_86", "small", "cuda", 86, 32, 99 << 10, False, r"\bHMMA\b"),
+        Target("sm_89", "small", "cuda", 89, 32, 99 << 10, True, r"\bHMMA\b"),
+        Target("sm_90", "hopper", "cuda", 90, 32, 227 << 10, True, r"\bHGMMA\b"),
+        Target("sm_100", "blackwell", "cuda", 100, 32, 227 << 10, True, r"\bUTCHMMA\b"),
+        Target("gfx942", "cdna3", "hip", "gfx942", 64, 64 << 10, False, r"\bv_mfma_"),
+    )
+}
+FUSED = {"enable_fp_fusion": True}  # of each launch: Triton's default turns in 3.10
+INTERPRETED = TARGETS["sm_80"]  # stands in where TRITON_INTERPRET=1 runs kernels without a device
+
+
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def current() -> Target:
+    """The target of the active device. One that is not in the table counts as the newest of its maker below it."""
+    if is_interpreted():
+        return INTERPRETED
+    found = triton.runtime.driver.active.get_current_target()
+    if found.backend != "cuda":
+        return TARGETS["gfx942"]
+    known = [target for target in TARGETS.values() if target.backend == "cuda" and int(target.arch) <= found.arch]
+    return max(known, key=lambda target: int(target.arch))
