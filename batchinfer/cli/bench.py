@@ -1,11 +1,15 @@
 """`batchinfer bench`: measures a job without writing its answers."""
 
 import json
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
-from batchinfer.cli.options import JobCommand, effective_options
+from batchinfer.cli.options import JobCommand, TitledCommand, effective_options, options_of_run
+from batchinfer.config import JobConfig
+from batchinfer.errors import UsageError
+
+_OF_A_STEP = ("dtype", "activation_dtype", "quantization", "kv_cache_dtype", "kv_cache_memory", "device", "threads")
 
 
 @click.group()
@@ -37,3 +41,29 @@ def throughput(
     if json_file is not None:
         json_file.write(json.dumps(figures, indent=2) + "\n")
     click.echo(summary_table(figures))
+
+
+@bench.command(
+    cls=TitledCommand,
+    more_options=options_of_run(("model", *_OF_A_STEP), "Model: what runs, as for run."),
+    short_help="Where the time of a step goes.",
+)
+@click.option("--num-seqs", default=256, metavar="N", help="Sequences that decode.  [default: 256]")
+@click.option("--context", default=128, metavar="N", help="Tokens of each sequence and prompt.  [default: 128]")
+@click.option("--prefill-tokens", default=2048, metavar="N", help="Tokens of a prefill step.  [default: 2048]")
+@click.option(
+    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
+)
+def step(num_seqs: int, context: int, prefill_tokens: int, json_file: TextIO | None, **values: Any) -> None:
+    """Time a prefill step and a decode step, operation by operation, on tokens drawn at random."""
+    from batchinfer.executors.step_profile import StepShape, profile_steps, step_table  # here, as it brings torch
+
+    try:
+        shape = StepShape(num_seqs=num_seqs, context=context, prefill_tokens=prefill_tokens)
+        config = JobConfig.from_options({name: value for name, value in values.items() if value is not None})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    figures = profile_steps(config, shape, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    if json_file is not None:
+        json_file.write(json.dumps(figures, indent=2) + "\n")
+    click.echo(step_table(figures))

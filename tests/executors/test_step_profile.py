@@ -1,0 +1,82 @@
+"""The profile of single steps: what is counted where, and what does not fit."""
+
+import time
+
+import pytest
+import torch
+from tiny_jobs import save_tiny_model
+
+from batchinfer.config import JobConfig
+from batchinfer.errors import UsageError
+from batchinfer.executors.step_profile import OperationTimer, StepShape, profile_steps, step_table
+
+NAMES = {"matmul", "attention", "rotary and kv_store", "norms", "gated activation", "sampling", "rest"}
+
+
+@pytest.fixture(autouse=True)
+def keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(save_tiny_model(tmp_path_factory.mktemp("model"), context=128))
+
+
+def options(model, **values):
+    return JobConfig.from_options({"model": model, "device": "cpu", "threads": 1, "kv_cache_memory": 1 << 20, **values})
+
+
+def inner():
+    time.sleep(0.02)
+
+
+def outer():
+    inner()
+    time.sleep(0.01)
+
+
+def test_time_within_watched_functions_counts_once():
+    with OperationTimer({outer: "a", inner: "b"}) as timer:
+        outer()
+        inner()
+        time.sleep(0.01)
+    assert timer.milliseconds["a"] == pytest.approx(30, abs=8)  # the inner one within it is no operation of its own
+    assert timer.milliseconds["b"] == pytest.approx(20, abs=8)
+
+
+def test_steps_of_a_model_are_those_asked_for(model):
+    shape = StepShape(num_seqs=6, context=20, prefill_tokens=50)
+    figures = profile_steps(options(model), shape, lambda line: None)
+    assert figures["prefill"]["num_tokens"] == 50
+    assert figures["decode"]["num_tokens"] == 6
+    for kind in ("prefill", "decode"):
+        step = figures[kind]
+        assert set(step["operations_ms"]) == NAMES
+        assert all(ms > 0 for ms in step["operations_ms"].values())
+    assert figures["matmul_gflops"] > 0
+    table = step_table(figures)
+    assert "prefill step of 50 tokens" in table
+    assert "decode step of 6 tokens" in table
+    assert all(name in table for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_seqs": 0}, "num_seqs = 0: must be 1 or more"),
+        ({"context": 65}, "prefill_tokens = 64: must be at least context, and above num_seqs"),
+        ({"num_seqs": 64}, "prefill_tokens = 64: must be at least context, and above num_seqs"),
+    ],
+)
+def test_refuses_shapes_that_cannot_be(values, message):
+    with pytest.raises(ValueError, match=message):
+        StepShape(**{"num_seqs": 2, "context": 16, "prefill_tokens": 64, **values})
+
+
+def test_refuses_a_context_beyond_the_model(model):
+    shape = StepShape(num_seqs=2, context=120, prefill_tokens=200)
+    with pytest.raises(UsageError, match="exceeds max_model_len"):
+        profile_steps(options(model), shape, lambda line: None)
