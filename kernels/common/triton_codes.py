@@ -2,6 +2,9 @@
 apart here, so that all devices write the same codes, those without the type too. Used by kv_store and paged_attention.
 """
 
+# Kernels have types of their own.
+# mypy: allow-untyped-defs
+
 import torch
 import triton
 import triton.language as tl

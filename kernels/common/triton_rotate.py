@@ -1,5 +1,8 @@
 """The rotation of one token's heads, shared by the Triton kernels of rotary and kv_store."""
 
+# Kernels have types of their own.
+# mypy: allow-untyped-defs
+
 import triton
 import triton.language as tl
 

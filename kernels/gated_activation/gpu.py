@@ -1,5 +1,8 @@
 """Triton backend of gated_activation."""
 
+# Kernels have types of their own.
+# mypy: allow-untyped-defs
+
 import torch
 import triton
 import triton.language as tl

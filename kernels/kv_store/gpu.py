@@ -1,5 +1,8 @@
 """Triton backend of kv_store and rotary_kv_store: a program for each token and tensor."""
 
+# Kernels have types of their own.
+# mypy: allow-untyped-defs
+
 import torch
 import triton
 import triton.language as tl

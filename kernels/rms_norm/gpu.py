@@ -1,5 +1,8 @@
 """Triton backend of rms_norm and add_rms_norm."""
 
+# Kernels have types of their own.
+# mypy: allow-untyped-defs
+
 import torch
 import triton
 import triton.language as tl
