@@ -1,7 +1,7 @@
 """Sparse changes to logits that sequences ask for: logit bias, penalties, tokens barred until min_tokens. Kept by slot
 for the sampler; a sequence without any leaves no trace here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.kernels import sampling
+from batchinfer.kernels.sampling import LogitChanges, RowTokens
 from batchinfer.request import SamplingParams
 from batchinfer.scheduler_output import StartedSequence
 
@@ -81,12 +82,12 @@ class Adjustments:
         self._barred: dict[int, _Barred] = {}
 
     def start(self, started: StartedSequence) -> bool:
-        """Takes over a slot; says whether the sequence needs `apply` at all."""
+        """Takes over a slot; says whether the sequence wants changes at all."""
         slot, params = started.slot, started.request.params
         self.release(slot)
         if params.logit_bias:
             bias_ids, bias = zip(*sorted(dict(params.logit_bias).items()), strict=True)
-            with np.errstate(over="ignore"):  # add_bias bounds what float32 makes infinite
+            with np.errstate(over="ignore"):  # a sum that this makes infinite is bounded
                 self._bias[slot] = _Bias(np.array(bias_ids, np.int64), np.array(bias, np.float64).astype(np.float32))
         if _has_penalties(params):
             counts = TokenCounts(started.token_ids, started.request.num_prompt_tokens)
@@ -107,27 +108,31 @@ class Adjustments:
         if slot in self._penalties:
             self._penalties[slot].counts.add(token_id)
 
-    def apply(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> None:
-        """In place. logits float32 [n, vocab], rows in the order of slots; positions: of the tokens to sample."""
-        bias = [(row, self._bias[slot]) for row, slot in enumerate(slots) if slot in self._bias]
-        if bias:
-            rows, ids = self._pairs([(row, b.token_ids) for row, b in bias])
-            sampling.add_bias(logits, rows, ids, self._tensor(np.concatenate([b.bias for _, b in bias])))
-        penalties = [(row, self._penalties[slot]) for row, slot in enumerate(slots) if slot in self._penalties]
-        if penalties:
-            self._penalise(logits, penalties)
-        barred = list(self._barred_rows(slots, positions))
-        if barred:
-            sampling.mask_tokens(logits, *self._pairs(barred))
+    def changes(self, slots: Sequence[int], positions: Sequence[int]) -> LogitChanges | None:
+        """What the rows of these slots want, at the positions of the tokens to sample; None where they want nothing."""
+        bias = {row: self._bias[slot] for row, slot in enumerate(slots) if slot in self._bias}
+        penalties = {row: self._penalties[slot] for row, slot in enumerate(slots) if slot in self._penalties}
+        barred = dict(self._barred_rows(slots, positions))
+        if not (bias or penalties or barred):
+            return None
+        n = len(slots)
+        return LogitChanges(
+            self._bias_of(bias, n) if bias else None,
+            self._penalties_of(penalties, n) if penalties else None,
+            self._row_tokens(barred, n) if barred else None,
+        )
 
-    def _penalise(self, logits: Tensor, penalties: list[tuple[int, _Penalties]]) -> None:
-        rows, ids = self._pairs([(row, p.counts.token_ids) for row, p in penalties])
-        counts = self._tensor(np.concatenate([p.counts.output_counts for _, p in penalties]))
-        lengths = [len(p.counts.token_ids) for _, p in penalties]
+    def _bias_of(self, bias: Mapping[int, _Bias], n: int) -> sampling.Bias:
+        tokens = self._row_tokens({row: b.token_ids for row, b in bias.items()}, n)
+        return sampling.Bias(tokens, self._tensor(np.concatenate([b.bias for b in bias.values()])))
+
+    def _penalties_of(self, penalties: Mapping[int, _Penalties], n: int) -> sampling.Penalties:
+        tokens = self._row_tokens({row: p.counts.token_ids for row, p in penalties.items()}, n)
+        counts = np.concatenate([p.counts.output_counts for p in penalties.values()])
+        factors = np.zeros((3, n), np.float32)
         with np.errstate(over="ignore"):
-            factors = np.array([p.factors for _, p in penalties], np.float64).astype(np.float32)
-        repetition, presence, frequency = self._tensor(np.repeat(factors.T, lengths, axis=1))
-        sampling.apply_penalties(logits, rows, ids, counts, repetition, presence, frequency)
+            factors[:, list(penalties)] = np.array([p.factors for p in penalties.values()], np.float64).T
+        return sampling.Penalties(tokens, self._tensor(counts), *self._tensor(factors))
 
     def _barred_rows(self, slots: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, Ids]]:
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -135,10 +140,12 @@ class Adjustments:
             if barred is not None and position < barred.until:
                 yield row, barred.token_ids
 
-    def _pairs(self, ids_by_row: Sequence[tuple[int, Ids]]) -> tuple[Tensor, Tensor]:
-        """(rows, token ids), both int64 [k]."""
-        rows = np.repeat([row for row, _ in ids_by_row], [len(ids) for _, ids in ids_by_row])
-        return self._tensor(rows), self._tensor(np.concatenate([ids for _, ids in ids_by_row]))
+    def _row_tokens(self, ids_by_row: Mapping[int, Ids], n: int) -> RowTokens:
+        """ids_by_row: by rising row, at least one."""
+        lengths = np.zeros(n, np.int64)
+        lengths[list(ids_by_row)] = [len(ids) for ids in ids_by_row.values()]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        return RowTokens(self._tensor(offsets), self._tensor(np.concatenate(list(ids_by_row.values()))))
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

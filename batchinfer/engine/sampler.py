@@ -1,7 +1,7 @@
 """Chooses a token for each row of logits by the parameters of its slot. Called by the model runner; rules are in
-kernels/sampling, sparse changes to logits in adjustments.py.
+kernels/sampling, what sequences want changed in adjustments.py.
 
-A greedy sequence that asks for nothing else costs one argmax; only the other rows are copied, a few at a time."""
+A batch of greedy sequences that ask for nothing else costs one argmax."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -62,35 +62,23 @@ class Sampler:
     def sample(self, logits: Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> SampledTokens:
         """logits [n, vocab], of a float dtype, left as they are; slots [n]; positions [n]: places of the tokens to
         sample."""
-        token_ids, is_finite = sampling.greedy(logits)
-        draws = self._temperature[slots] > 0
         is_adjusted = self._is_adjusted[slots]
-        for rows in _blocks(np.flatnonzero(is_adjusted & ~draws), logits.shape[-1]):
-            token_ids[rows], may_choose = sampling.greedy(self._adjusted(logits, rows, slots, positions))
-            is_finite[rows] &= may_choose
-        for rows in _blocks(np.flatnonzero(draws), logits.shape[-1]):
-            adjusted = self._adjusted(logits, rows, slots, positions)
-            token_ids[rows], may_choose = self._draw(adjusted, slots[rows], positions[rows])
-            is_finite[rows] &= may_choose
+        if is_adjusted.any() or self._temperature[slots].any():
+            token_ids, is_finite = self._choose(logits, slots, positions)
+        else:
+            token_ids, is_finite = sampling.greedy(logits)
         chosen = token_ids.cpu().numpy().astype(np.int32)
         for row in np.flatnonzero(is_adjusted).tolist():
             self._adjustments.count(int(slots[row]), int(chosen[row]))
         return SampledTokens(chosen, is_finite.cpu().numpy(), self._logprobs(logits, token_ids, slots))
 
-    def _adjusted(
-        self, logits: Tensor, rows: Indices, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]
-    ) -> Tensor:
-        """A float32 copy of the rows with their bias, penalties and barred tokens applied."""
-        chosen = logits[self._tensor(rows)].float()
-        if self._is_adjusted[slots[rows]].any():
-            self._adjustments.apply(chosen, slots[rows].tolist(), positions[rows].tolist())
-        return chosen
-
-    def _draw(
+    def _choose(
         self, logits: Tensor, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]
     ) -> tuple[Tensor, Tensor]:
         state = (self._temperature, self._min_p, self._top_k, self._top_p, self._noise_key)
-        return sampling.sample(logits, *(self._tensor(values[slots]) for values in state), self._tensor(positions))
+        parameters = [self._tensor(values[slots]) for values in state]
+        changes = self._adjustments.changes(slots.tolist(), positions.tolist())
+        return sampling.sample(logits, *parameters, self._tensor(positions), changes)
 
     def _logprobs(self, logits: Tensor, token_ids: Tensor, slots: npt.NDArray[np.int32]) -> Mapping[int, TokenLogprob]:
         num_logprobs = self._num_logprobs[slots]

@@ -7,18 +7,28 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 KERNELS = Path(__file__).resolve().parents[1]
-OPERATIONS = ("gated_activation", "kv_store", "paged_attention", "quantized_linear", "rms_norm", "rotary", "sampling")
+OPERATIONS = (
+    "gated_activation",
+    "kv_store",
+    "layer_norm",
+    "paged_attention",
+    "quantized_linear",
+    "rms_norm",
+    "rotary",
+    "sampling",
+)
 # As DType in native.h.
 FORMATS = {
     torch.float32: 0,
@@ -29,13 +39,14 @@ FORMATS = {
     torch.int8: 5,
 }
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC")
 # The first that the compiler takes: not each knows the machine by name, and not each brings an OpenMP.
 _VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_directory: list[Path | None] = []  # of the libraries, once it is known; None where there are none
+_built: list[Mapping[str, Path] | None] = []  # the libraries, once they are known; None where there are none
 
 
 class NativeBuildError(Exception):
@@ -73,35 +84,41 @@ def address(tensor: torch.Tensor | None) -> int | None:
 def build(report: Callable[[str], None]) -> Path:
     """Compiles what is missing; `report` is told in one line before that. Returns the directory of the libraries.
     Raises NativeBuildError."""
+    return next(iter(_build(report).values())).parent
+
+
+def prepare(report: Callable[[str], None]) -> Mapping[str, Path] | None:
+    """`build`, where no operation has asked for it yet: each operation's library. None, and a line that says why, where
+    it fails."""
+    with _lock:
+        if not _built:
+            try:
+                _built.append(_build(report))
+            except NativeBuildError as error:
+                report(f"the CPU kernels run in plain torch, which is slower: {error}")
+                _built.append(None)
+    return _built[0]
+
+
+def _build(report: Callable[[str], None]) -> Mapping[str, Path]:
     compiler = _find_compiler()
-    directory = _cache_directory() / "native" / _fingerprint(compiler)
-    missing = [name for name in OPERATIONS if not (directory / f"{name}.so").is_file()]
+    directory = _cache_directory() / "native" / _machine_fingerprint(compiler)
+    libraries = {name: _library_path(directory, name) for name in OPERATIONS}
+    missing = {name: path for name, path in libraries.items() if not path.is_file()}
     if missing:
         report(f"compiling the CPU kernels for this machine with {compiler[0]}, once: {directory}")
         try:
             _compile(compiler, missing, directory)
         except OSError as error:
             raise NativeBuildError(f"{directory} cannot be written: {error}; set BATCHINFER_CACHE") from error
-    return directory
-
-
-def prepare(report: Callable[[str], None]) -> Path | None:
-    """`build`, where no operation has asked for it yet; None, and a line that says why, where it fails."""
-    with _lock:
-        if not _directory:
-            try:
-                _directory.append(build(report))
-            except NativeBuildError as error:
-                report(f"the CPU kernels run in plain torch, which is slower: {error}")
-                _directory.append(None)
-    return _directory[0]
+    return libraries
 
 
 @functools.cache
 def _library(operation: str) -> ctypes.CDLL | None:
-    directory = prepare(_log.warning)
+    libraries = prepare(_log.warning)
     # torch was imported, so its OpenMP runtime is loaded and the library, asking for the same name, shares its threads
-    return None if directory is None else ctypes.CDLL(str(directory / f"{operation}.so"))
+    return None if libraries is None else ctypes.CDLL(str(libraries[operation]))
 
 
 def _find_compiler() -> list[str]:
@@ -121,14 +138,29 @@ def _cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache").expanduser().absolute() / "batchinfer"
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    """Of all that decides what the compiler makes."""
-    digest = hashlib.sha256()
-    for part in (*compiler, _run([*compiler, "--version"]), *_FLAGS, *map(str, _VARIANTS), _cpu()):
-        digest.update(part.encode() + b"\0")
-    for source in sorted([*KERNELS.glob("*/*.h"), *KERNELS.glob("*/*.cpp")]):
-        digest.update(str(source.relative_to(KERNELS)).encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:16]
+def _machine_fingerprint(compiler: list[str]) -> str:
+    """Of all but the sources that decides what the compiler makes."""
+    return _fingerprint(*compiler, _run([*compiler, "--version"]), *_FLAGS, *map(str, _VARIANTS), _cpu())
+
+
+def _library_path(directory: Path, operation: str) -> Path:
+    """Named by what the operation is made of: an edited source asks for a new library, and only for its own."""
+    sources = _with_includes(KERNELS / operation / "cpu.cpp", [])
+    parts = [part for path in sources for part in (str(path.relative_to(KERNELS)), path.read_text(encoding="utf-8"))]
+    return directory / f"{operation}-{_fingerprint(str(len(sources)), *parts)}.so"
+
+
+def _with_includes(source: Path, found: list[Path]) -> list[Path]:
+    """`found`, with the source and each file that it includes by a quoted name."""
+    if source not in found:
+        found.append(source)
+        for name in _INCLUDE.findall(source.read_text(encoding="utf-8")):
+            _with_includes((source.parent / name).resolve(), found)
+    return found
+
+
+def _fingerprint(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _cpu() -> str:
@@ -141,12 +173,12 @@ def _cpu() -> str:
     return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})])
 
 
-def _compile(compiler: list[str], operations: Sequence[str], directory: Path) -> None:
+def _compile(compiler: list[str], libraries: Mapping[str, Path], directory: Path) -> None:
     """All at once, one process each, into a directory of its own; whole libraries then take their names."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as partial:
         flags = [*_FLAGS, *_accepted_variant(compiler, Path(partial))]
-        outputs = {name: Path(partial) / f"{name}.so" for name in operations}
+        outputs = {name: Path(partial) / f"{name}.so" for name in libraries}
         jobs = [
             subprocess.Popen(
                 [*compiler, *flags, "-o", str(output), str(KERNELS / name / "cpu.cpp")],
@@ -160,7 +192,7 @@ def _compile(compiler: list[str], operations: Sequence[str], directory: Path) ->
             if job.returncode:
                 raise NativeBuildError(f"{compiler[0]} failed: {_first_error(error)}")
         for name, output in outputs.items():
-            os.replace(output, directory / f"{name}.so")
+            os.replace(output, libraries[name])
 
 
 def _accepted_variant(compiler: list[str], scratch: Path) -> tuple[str, ...]:

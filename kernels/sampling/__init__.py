@@ -1,23 +1,19 @@
-"""Choosing tokens from logits: adjustments, filters, counter-based noise, log-probabilities. Called by the engine's
-sampler. All but `greedy` and the draw of `sample` is plain torch, which runs on any device."""
+"""Choosing tokens from logits: changes, filters, counter-based noise, log-probabilities. Called by the engine's
+sampler. All but `greedy` and `sample` is plain torch, which runs on any device."""
 
 import torch
 from batchinfer.kernels.sampling import cpu, reference
+from batchinfer.kernels.sampling.changes import Bias, LogitChanges, Penalties, RowTokens
 from batchinfer.kernels.sampling.noise import gumbel_noise, philox4x32
-from batchinfer.kernels.sampling.reference import (
-    add_bias,
-    apply_penalties,
-    mask_tokens,
-    rows_per_block,
-    token_logprobs,
-)
+from batchinfer.kernels.sampling.reference import rows_per_block, token_logprobs
 
 __all__ = [
-    "add_bias",
-    "apply_penalties",
+    "Bias",
+    "LogitChanges",
+    "Penalties",
+    "RowTokens",
     "greedy",
     "gumbel_noise",
-    "mask_tokens",
     "philox4x32",
     "rows_per_block",
     "sample",
@@ -41,17 +37,26 @@ def sample(
     top_p: torch.Tensor,
     noise_keys: torch.Tensor,
     positions: torch.Tensor,
+    changes: LogitChanges | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token a row: argmax of the filtered logits plus Gumbel noise. Overwrites logits.
+    """Chooses a token a row: `greedy` of the changed logits where the temperature is 0, elsewhere a draw, the argmax of
+    the changed, scaled and filtered logits plus Gumbel noise. Logits are left as they are.
 
-    logits float32 [n, vocab], n at most rows_per_block(vocab) for speed and memory; temperature float32 [n], each above
-    0; min_p float32 [n], 0 is off; top_k int64 [n], 0 is off; top_p float32 [n], 1 is off; noise_keys, positions int64
-    [n] as in gumbel_noise. Returns what `greedy` does. Tokens tied with the last one that a filter keeps are kept too.
+    logits [n, vocab], of a float dtype; temperature float32 [n]; min_p float32 [n], 0 is off, at most 1; top_k int64
+    [n], 0 is off; top_p float32 [n], 1 is off; noise_keys, positions int64 [n] as in gumbel_noise. Returns what
+    `greedy` does; a row is finite if it is so before and after its changes. Tokens tied with the last one that a filter
+    keeps are kept too. Raises ValueError on parameters of another length or dtype.
 
-    The backends make noise of the same random words, equal to a few units in the last place: they can draw differently
-    only where two tokens come out that close.
+    The backends make noise of the same random words, equal to a few units in the last place, and sum probabilities to
+    about 1e-6: they can choose differently only where two tokens, or a sum and top_p, come out that close.
     """
-    if reference.has_filters(min_p, top_k, top_p):
-        logits = reference.scale_and_filter(logits, temperature, min_p, top_k, top_p)
-        temperature = torch.ones_like(temperature)
-    return (cpu if cpu.can_run(logits) else reference).draw(logits, temperature, noise_keys, positions)
+    _check(len(logits), (temperature, min_p, top_p), (top_k, noise_keys, positions))
+    backend = cpu if cpu.can_run(logits) else reference
+    return backend.sample(logits, temperature, min_p, top_k, top_p, noise_keys, positions, changes)
+
+
+def _check(num_rows: int, floats: tuple[torch.Tensor, ...], integers: tuple[torch.Tensor, ...]) -> None:
+    for dtype, columns in ((torch.float32, floats), (torch.int64, integers)):
+        for values in columns:
+            if values.dtype != dtype or values.shape != (num_rows,):
+                raise ValueError(f"{values.dtype} {tuple(values.shape)} where {dtype} ({num_rows},) belongs")

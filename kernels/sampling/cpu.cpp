@@ -1,32 +1,30 @@
-// Native choice of tokens: greedy, and the draw. Rows are read in the format that they are in.
-
-#include <cmath>
+// Native choice of tokens: greedy, and with changes, filters and the draw. Rows are read in the format that they are in.
 
 #include "draw.h"
+#include "filters.h"
+#include "row.h"
 
 namespace batchinfer {
 namespace {
 
-constexpr int64_t BLOCK = 1024;  // logits that are widened at once
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
-
-// The highest of BLOCK floats; NaN where there is one.
-float highest_of(const float* values) {
-    Vec best = splat(LOWEST);
-    IntVec has_nan{};
-    for (int64_t i = 0; i < BLOCK; i += LANES) {
-        Vec v = load_vec(values + i);
-        best = max_vec(v, best);
-        has_nan |= v != v;
-    }
-    for (int j = 0; j < LANES; j++)
-        if (has_nan[j]) return std::numeric_limits<float>::quiet_NaN();
-    return max_lanes(best);
-}
+// As Arguments in cpu.py: rows of n logits, `stride` elements apart, and what each row asks for; temperature 0 is greedy.
+struct Arguments {
+    const void* logits;
+    int64_t rows, n, stride, format, threads;
+    const float *temperature, *min_p;
+    const int64_t* top_k;
+    const float* top_p;
+    const uint64_t* noise_keys;
+    const int64_t* positions;
+    Changes changes;
+    int64_t* token_ids;
+    bool* is_finite;
+};
 
 // The first token with the highest logit. Returns whether that is finite and no logit is NaN.
 template <class Format>
 bool choose(const typename Format::Storage* logits, int64_t n, int64_t* token_id) {
+    constexpr int64_t BLOCK = 1024;  // logits that are widened at once
     alignas(64) float values[BLOCK];
     float best = LOWEST;
     int64_t best_block = 0;
@@ -34,7 +32,7 @@ bool choose(const typename Format::Storage* logits, int64_t n, int64_t* token_id
         int64_t count = std::min(BLOCK, n - i);
         load_row<Format>(logits + i, values, count);
         std::fill(values + count, values + BLOCK, LOWEST);
-        float highest = highest_of(values);
+        float highest = highest_of(values, BLOCK);
         if (highest != highest) return false;
         if (highest > best) best = highest, best_block = i;
     }
@@ -44,27 +42,23 @@ bool choose(const typename Format::Storage* logits, int64_t n, int64_t* token_id
     return std::isfinite(best);
 }
 
-// argmax of (logits - highest) / temperature + noise, as `choose`.
+// The same of the logits that the row's parameters make; they must be finite before the changes, too.
 template <class Format>
-bool draw_token(const typename Format::Storage* logits, int64_t n, float temperature, uint64_t key, uint32_t position,
-                int64_t* token_id) {
-    int64_t place = 0;
-    if (!choose<Format>(logits, n, &place)) return false;
-    constexpr int64_t STEP = 4 * LANES;
-    float highest = Format::load(logits[place]);
-    alignas(64) float values[STEP], noise[STEP];
-    IntVec tokens;
-    for (int j = 0; j < LANES; j++) tokens[j] = j;
-    Best best;
-    for (int64_t i = 0; i < n; i += STEP) {
-        int64_t count = std::min(STEP, n - i);
-        load_row<Format>(logits + i, values, count);
-        std::fill(values + count, values + STEP, LOWEST);
-        noise_of(i, key, position, noise);
-        for (int64_t j = 0; j < STEP; j += LANES, tokens += LANES)
-            best.take((load_vec(values + j) - highest) / temperature + load_vec(noise + j), tokens);
+bool sample_row(const Arguments& a, int64_t r, int64_t* token_id) {
+    auto logits = static_cast<const typename Format::Storage*>(a.logits) + r * a.stride;
+    bool is_changed = a.changes.has(r);
+    if (a.temperature[r] == 0 && !is_changed) return choose<Format>(logits, a.n, token_id);
+    thread_local Row row;
+    thread_local Candidates candidates;
+    if (!row.load<Format>(logits, a.n)) return false;
+    if (is_changed && !row.change(a.changes, r)) return false;
+    if (a.temperature[r] == 0) {
+        *token_id = row.first_highest();
+        return true;
     }
-    *token_id = best.first();
+    row.scale(a.temperature[r]);
+    float cut = filter_cut(row, a.n, a.min_p[r], a.top_k[r], a.top_p[r], candidates);
+    *token_id = Draw(row, cut, a.noise_keys[r], uint32_t(a.positions[r])).token();
     return true;
 }
 
@@ -87,19 +81,13 @@ extern "C" void greedy(const void* logits, int64_t rows, int64_t n, int64_t stri
     });
 }
 
-// As `greedy`; temperatures above 0, noise keys and positions: [rows].
-extern "C" void draw(const void* logits, int64_t rows, int64_t n, int64_t stride, const float* temperatures,
-                     const uint64_t* keys, const int64_t* positions, int64_t* token_ids, bool* is_finite,
-                     int64_t format, int64_t threads) {
+extern "C" void sample(const batchinfer::Arguments* arguments) {
     using namespace batchinfer;
-    with_float_format(format, [&](auto f) {
-        using Format = decltype(f);
-        parallel_rows(rows, n, threads, [&](int64_t first, int64_t last) {
-            for (int64_t r = first; r < last; r++) {
-                token_ids[r] = 0;
-                is_finite[r] = draw_token<Format>(static_cast<const typename Format::Storage*>(logits) + r * stride, n,
-                                                  temperatures[r], keys[r], uint32_t(positions[r]), token_ids + r);
-            }
+    const Arguments& a = *arguments;
+    with_float_format(a.format, [&](auto f) {
+        parallel_items(a.rows, a.threads, 1, [&](int64_t r) {
+            a.token_ids[r] = 0;
+            a.is_finite[r] = sample_row<decltype(f)>(a, r, a.token_ids + r);
         });
     });
 }

@@ -3,7 +3,7 @@
 // place.
 #pragma once
 
-#include "../common/native.h"
+#include "row.h"
 
 namespace batchinfer {
 
@@ -62,28 +62,13 @@ inline Vec gumbel(Words words) {
     return -log_vec(lost - log_vec(rest));
 }
 
-// Noise of the 4 * LANES tokens from `first_token`, a multiple of 4.
-inline void noise_of(int64_t first_token, uint64_t key, uint32_t position, float* noise) {
-    Words c[4] = {{}, Words{} + position, {}, {}};
-    for (int j = 0; j < LANES; j++) c[0][j] = uint32_t(first_token / 4 + j);
-    philox(c, uint32_t(key), uint32_t(key >> 32));
-    alignas(64) uint32_t words[4 * LANES];
-    for (int j = 0; j < LANES; j++)
-        for (int i = 0; i < 4; i++) words[4 * j + i] = c[i][j];
-    for (int i = 0; i < 4; i++) {
-        Words part;
-        std::memcpy(&part, words + i * LANES, sizeof part);
-        store_vec(noise + i * LANES, gumbel(part));
-    }
-}
-
-// The highest of a row so far, by lane; of equal ones the first.
+// The highest of a row so far, by lane, of equal ones the first.
 struct Best {
-    Vec value = splat(-std::numeric_limits<float>::infinity());
+    Vec value = splat(LOWEST);
     IntVec token{};
 
     void take(Vec values, IntVec tokens) {
-        IntVec is_higher = values > value;
+        IntVec is_higher = (values > value) | ((values == value) & (tokens < token));
         value = is_higher ? values : value;
         token = is_higher ? tokens : token;
     }
@@ -94,6 +79,77 @@ struct Best {
             if (value[j] > value[best] || (value[j] == value[best] && token[j] < token[best])) best = j;
         return token[best];
     }
+};
+
+// Draws from the scaled logits of a row that are not below `cut`. Noise is made only where it can decide: it is at most
+// 33 ln 2, and as it exceeds d only for words below 2^32 e^-d, most words need no logarithm.
+class Draw {
+   public:
+    Draw(const Row& row, float cut, uint64_t key, uint32_t position)
+        : row_(row), cut_(cut), key_(key), position_(position) {}
+
+    // The row has a finite highest logit, and no NaN.
+    int64_t token() {
+        int64_t first = 0;
+        while (row_.top(first) < 0) first++;  // the likeliest token sets a bound that drops most steps
+        visit(first);
+        for (int64_t step = 0; step < row_.num_steps(); step++)
+            if (step != first) visit(step);
+        return best_.first();
+    }
+
+   private:
+    static constexpr float MOST_NOISE = 22.9f, SLACK = 1e-3f;  // far above the rounding of noise and sums
+
+    void visit(int64_t step) {
+        float top = row_.top(step), missing = bound_ - top;
+        if (top < cut_ || missing > MOST_NOISE) return;
+        Words words[4] = {{}, Words{} + position_, {}, {}};
+        for (int j = 0; j < LANES; j++) words[0][j] = uint32_t(step * LANES + j);
+        philox(words, uint32_t(key_), uint32_t(key_ >> 32));
+        if (any_below(words, words_beyond(missing))) take(step, words);
+    }
+
+    // At least 2^32 e^-missing, as a power of two.
+    static uint64_t words_beyond(float missing) {
+        float halvings = (missing - SLACK) * 1.4426950f;  // -inf before anything was drawn
+        return uint64_t(1) << 32 >> (halvings > 0 ? std::min(int(halvings), 32) : 0);
+    }
+
+    static bool any_below(const Words (&words)[4], uint64_t limit) {
+        if (limit >> 32) return true;
+        Words bound = Words{} + uint32_t(limit);
+        IntVec below = (words[0] < bound) | (words[1] < bound) | (words[2] < bound) | (words[3] < bound);
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+        return _mm512_movepi32_mask((__m512i)below) != 0;
+#else
+        int32_t any = 0;
+        for (int j = 0; j < LANES; j++) any |= below[j];
+        return any != 0;
+#endif
+    }
+
+    // Token t takes word t % 4 of counter t / 4.
+    void take(int64_t step, const Words (&words)[4]) {
+        alignas(64) uint32_t by_token[STEP];
+        for (int j = 0; j < LANES; j++)
+            for (int i = 0; i < 4; i++) by_token[4 * j + i] = words[i][j];
+        IntVec tokens;
+        for (int j = 0; j < LANES; j++) tokens[j] = int32_t(step * STEP + j);
+        for (int64_t i = 0; i < STEP; i += LANES, tokens += LANES) {
+            Words part;
+            std::memcpy(&part, by_token + i, sizeof part);
+            Vec scaled = load_vec(row_.values() + step * STEP + i);
+            best_.take(scaled >= splat(cut_) ? scaled + gumbel(part) : splat(LOWEST), tokens);
+        }
+        bound_ = max_lanes(best_.value);
+    }
+
+    const Row& row_;
+    float cut_, bound_ = LOWEST;
+    uint64_t key_;
+    uint32_t position_;
+    Best best_;
 };
 
 }  // namespace batchinfer

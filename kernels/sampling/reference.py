@@ -5,17 +5,18 @@ Every operation here works row by row (softmax, cumsum, topk, max), so that a ro
 sums over rows, which torch may split over threads by the number of rows, are avoided."""
 
 import torch
+from batchinfer.kernels.sampling.changes import LogitChanges, Penalties, RowTokens
 from batchinfer.kernels.sampling.noise import gumbel_noise
 from torch import Tensor
 
 _BLOCK_ELEMENTS = 2**20  # 4 MiB of float32: rows enough to share among threads
 _NOISE_ELEMENTS = 2**18  # the int64 temporaries of the noise, 2 bytes an element each, then stay in a 2 MiB L2 cache
-_LARGEST = 1e30  # adjusted logits stay within it, so that dividing by any allowed temperature stays finite
+_LARGEST = 1e30  # changed logits stay within it, so that dividing by any allowed temperature stays finite
 _TOP_P_PREFIX = 1024  # most nuclei are smaller; the others are cut by a full sort
 
 
 def rows_per_block(vocab_size: int) -> int:
-    """Rows that `sample` should be given at once."""
+    """Rows whose logits may be copied at once."""
     return max(1, _BLOCK_ELEMENTS // vocab_size)
 
 
@@ -25,45 +26,75 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return token_ids, highest.isfinite()
 
 
-def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> None:
-    """In place: logits[rows[i], token_ids[i]] += bias[i]. (row, token) pairs are unique; bias float32 [k]."""
-    _update(logits, rows, token_ids, logits[rows, token_ids] + bias)
-
-
-def apply_penalties(
+def sample(
     logits: Tensor,
-    rows: Tensor,
-    token_ids: Tensor,
-    output_counts: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-) -> None:
-    """In place, for unique (row, token) pairs: every token of a row's prompt or output.
+    temperature: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    noise_keys: Tensor,
+    positions: Tensor,
+    changes: LogitChanges | None,
+) -> tuple[Tensor, Tensor]:
+    """See the package's `sample`. Rows are copied a block at a time."""
+    token_ids, is_finite = greedy(logits)
+    draws = temperature > 0
+    for rows in _touched(draws, changes).nonzero().squeeze(-1).split(rows_per_block(logits.shape[-1])):
+        chosen = logits[rows].to(torch.float32)
+        if changes is not None:
+            apply_changes(chosen, rows, changes)
+        token_ids[rows], may_choose = greedy(chosen)
+        is_finite[rows] &= may_choose
+        drawn = draws[rows].nonzero().squeeze(-1)
+        columns = (values[rows[drawn]] for values in (temperature, min_p, top_k, top_p))
+        scaled = scale_and_filter(chosen[drawn], *columns)
+        token_ids[rows[drawn]] = draw(scaled, noise_keys[rows[drawn]], positions[rows[drawn]])
+    return token_ids, is_finite
 
-    rows, token_ids int64 [k]; output_counts float32 [k], how often the token stands in the output (0: in the prompt
-    only); the penalties float32 [k]. Repetition divides positive logits and multiplies the others; frequency and
-    presence are subtracted for output tokens.
-    """
-    values = logits[rows, token_ids]
+
+def _touched(draws: Tensor, changes: LogitChanges | None) -> Tensor:
+    """bool [n]: rows that are not plainly greedy."""
+    if changes is None:
+        return draws
+    parts = (changes.bias and changes.bias.tokens, changes.penalties and changes.penalties.tokens, changes.barred)
+    lengths = [tokens.offsets.diff() for tokens in parts if tokens is not None]
+    return torch.stack([draws, *(length > 0 for length in lengths)]).any(dim=0)
+
+
+def apply_changes(logits: Tensor, rows: Tensor, changes: LogitChanges) -> None:
+    """In place. logits: float32 [m, vocab]; rows: int64 [m], their places among the rows of the changes."""
+    if bias := changes.bias:
+        places, entries = _entries(bias.tokens, rows)
+        ids = bias.tokens.token_ids[entries]
+        _update(logits, places, ids, logits[places, ids] + bias.values[entries])
+    if penalties := changes.penalties:
+        _penalise(logits, rows, penalties)
+    if barred := changes.barred:
+        places, entries = _entries(barred, rows)
+        logits[places, barred.token_ids[entries]] = -torch.inf
+
+
+def _penalise(logits: Tensor, rows: Tensor, penalties: Penalties) -> None:
+    places, entries = _entries(penalties.tokens, rows)
+    ids, counts = penalties.tokens.token_ids[entries], penalties.output_counts[entries]
+    columns = (penalties.repetition, penalties.presence, penalties.frequency)
+    repetition, presence, frequency = (values[rows][places] for values in columns)
     repetition = repetition.clamp(1 / _LARGEST, _LARGEST)
+    values = logits[places, ids]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= frequency * output_counts + presence * (output_counts > 0)
-    _update(logits, rows, token_ids, values)
+    _update(logits, places, ids, values - (frequency * counts + presence * (counts > 0)))
+
+
+def _entries(tokens: RowTokens, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(place among `rows`, place among all entries), both int64 [k], of the entries of these rows."""
+    first, lengths = tokens.offsets[rows], tokens.offsets.diff()[rows]
+    places = torch.arange(len(rows), device=rows.device).repeat_interleave(lengths)
+    before = (lengths.cumsum(0) - lengths)[places]
+    return places, first[places] + torch.arange(len(places), device=rows.device) - before
 
 
 def _update(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
     logits[rows, token_ids] = values.clamp(-_LARGEST, _LARGEST)  # NaN stays NaN
-
-
-def mask_tokens(logits: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """In place: logits[rows[i], token_ids[i]] = -inf."""
-    logits[rows, token_ids] = -torch.inf
-
-
-def has_filters(min_p: Tensor, top_k: Tensor, top_p: Tensor) -> bool:
-    """Whether any row has a filter that is on."""
-    return bool((min_p > 0).any() | (top_k > 0).any() | (top_p < 1).any())
 
 
 def scale_and_filter(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -76,15 +107,11 @@ def scale_and_filter(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: 
     return scaled
 
 
-def draw(logits: Tensor, temperature: Tensor, noise_keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """argmax of (logits - the row's highest) / temperature plus Gumbel noise; arguments as `sample`'s. Returns what
-    `greedy` does."""
-    highest = logits.amax(dim=-1, keepdim=True).to(torch.float32)
-    scaled = (logits - highest).div_(temperature[:, None])
-    rows = max(1, _NOISE_ELEMENTS // logits.shape[-1])
+def draw(scaled: Tensor, noise_keys: Tensor, positions: Tensor) -> Tensor:
+    """argmax of scaled logits, float32 [n, vocab], plus Gumbel noise: int64 [n]."""
+    rows = max(1, _NOISE_ELEMENTS // scaled.shape[-1])
     blocks = zip(scaled.split(rows), noise_keys.split(rows), positions.split(rows), strict=True)
-    token_ids = [gumbel_noise(*key, logits.shape[-1]).add_(block).argmax(dim=-1) for block, *key in blocks]
-    return torch.cat(token_ids), highest.squeeze(-1).isfinite()
+    return torch.cat([gumbel_noise(*key, scaled.shape[-1]).add_(block).argmax(dim=-1) for block, *key in blocks])
 
 
 def _keep_min_p(scaled: Tensor, min_p: Tensor) -> None:

@@ -17,6 +17,11 @@ def _one_small_operation(monkeypatch, tmp_path):
     monkeypatch.setenv("BATCHINFER_CACHE", str(tmp_path))
 
 
+def names(directory):
+    """The operations whose libraries lie there."""
+    return sorted(path.name.split("-")[0] for path in directory.iterdir())
+
+
 def run_python(code, **environment):
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -30,7 +35,7 @@ def run_python(code, **environment):
 def test_builds_once_and_says_so(tmp_path):
     told = []
     directory = native.build(told.append)
-    assert [path.name for path in directory.iterdir()] == ["rotary.so"]
+    assert names(directory) == ["rotary"]
     assert directory.is_relative_to(tmp_path)
     assert len(told) == 1
     assert native.build(told.append) == directory
@@ -42,12 +47,28 @@ def test_two_processes_at_once(tmp_path):
         import ctypes
         from batchinfer.kernels.common import native
         native.OPERATIONS = ("rotary",)
-        print(ctypes.CDLL(str(native.build(print) / "rotary.so")).rotary)"""
+        print(ctypes.CDLL(str(*native.build(print).glob("*.so"))).rotary)"""
     processes = [run_python(code) for _ in range(2)]
     for process in processes:
         _, error = process.communicate()
         assert process.returncode == 0, error
-    assert [path.name for path in tmp_path.glob("native/*/*")] == ["rotary.so"]
+    assert [name for directory in (tmp_path / "native").iterdir() for name in names(directory)] == ["rotary"]
+
+
+def test_only_what_an_edited_source_touches_is_built_anew(monkeypatch, tmp_path):
+    sources = tmp_path / "sources"
+    for name, text in {
+        "common/shared.h": "inline int one() { return 1; }",
+        "norm/cpu.cpp": '#include "../common/shared.h"\nextern "C" int norm() { return one(); }',
+        "gate/cpu.cpp": 'extern "C" int gate() { return 2; }',
+    }.items():
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_text(text + "\n")
+    monkeypatch.setattr(native, "KERNELS", sources)
+    monkeypatch.setattr(native, "OPERATIONS", ("norm", "gate"))
+    assert names(native.build(print)) == ["gate", "norm"]
+    (sources / "common" / "shared.h").write_text("inline int one() { return 1 + 0; }\n")
+    assert names(native.build(print)) == ["gate", "norm", "norm"]
 
 
 def test_no_compiler(monkeypatch):

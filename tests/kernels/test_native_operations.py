@@ -10,12 +10,12 @@ from batchinfer.kernels.gated_activation import reference as gated_reference
 from batchinfer.kernels.kv_store import cpu as store_cpu
 from batchinfer.kernels.kv_store import reference as store_reference
 from batchinfer.kernels.kv_store import rotary_kv_store
+from batchinfer.kernels.layer_norm import cpu as layer_norm_cpu
+from batchinfer.kernels.layer_norm import reference as layer_norm_reference
 from batchinfer.kernels.rms_norm import cpu as norm_cpu
 from batchinfer.kernels.rms_norm import reference as norm_reference
 from batchinfer.kernels.rotary import cpu as rotary_cpu
 from batchinfer.kernels.rotary import reference as rotary_reference
-from batchinfer.kernels.sampling import cpu as sampling_cpu
-from batchinfer.kernels.sampling import reference as sampling_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -56,10 +56,30 @@ def test_norms(dtype, shape):
         close(result, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 7), (300, 576), (3, 5, 128)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norms(dtype, shape, has_bias):
+    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    weight, bias = torch.randn(2, shape[-1]).to(dtype)
+    bias = bias if has_bias else None
+    close(layer_norm_cpu.layer_norm(x, weight, bias, 1e-5), layer_norm_reference.layer_norm(x, weight, bias, 1e-5))
+    for result, expected in zip(
+        layer_norm_cpu.add_layer_norm(x, residual, weight, bias, 1e-5),
+        layer_norm_reference.add_layer_norm(x, residual, weight, bias, 1e-5),
+        strict=True,
+    ):
+        close(result, expected)
+
+
 def test_norm_of_a_slice_of_heads():
     heads = torch.randn(40, 6, 64).bfloat16()[:, 1:4]
     weight = torch.randn(64).bfloat16()
     close(norm_cpu.rms_norm(heads, weight, 1e-5), norm_reference.rms_norm(heads, weight, 1e-5))
+    close(
+        layer_norm_cpu.layer_norm(heads, weight, weight, 1e-5),
+        layer_norm_reference.layer_norm(heads, weight, weight, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,7 +129,9 @@ def test_a_row_does_not_depend_on_threads():
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(norm_cpu.rms_norm(x, weight, 1e-5))
+        results.append(
+            torch.stack((norm_cpu.rms_norm(x, weight, 1e-5), layer_norm_cpu.layer_norm(x, weight, weight, 1e-5)))
+        )
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -130,64 +152,3 @@ def test_fused_pass_has_the_bits_of_rotary_and_kv_store(cache_dtype, rotary_dim)
     for fused, apart in zip((*caches[0], *scales[0]), (*caches[1], *scales[1]), strict=True):
         assert fused is None or torch.equal(fused.float(), apart.float())
     assert any(bool(cache.float().any()) for cache in caches[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab_size", [1, 1023, 5000])
-def test_greedy(dtype, vocab_size):
-    logits = torch.randn(70, vocab_size + 3).to(dtype)[:, 1 : vocab_size + 1]  # bf16 and fp16 have ties
-    token_ids, is_finite = sampling_cpu.greedy(logits)
-    values = logits.float().tolist()
-    assert token_ids.tolist() == [row.index(max(row)) for row in values]
-    assert is_finite.all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [0, 1500, 2999])
-def test_greedy_of_rows_that_are_not_finite(dtype, place):
-    logits = torch.randn(6, 3000).to(dtype)
-    logits[1, place] = math.nan
-    logits[2, place] = math.inf
-    logits[3] = -math.inf
-    logits[4] = -math.inf
-    logits[4, place] = -7.0
-    logits[5, place] = -math.inf
-    token_ids, is_finite = sampling_cpu.greedy(logits)
-    assert is_finite.tolist() == [True, False, False, False, True, True]
-    assert token_ids[4] == place
-    assert ((token_ids >= 0) & (token_ids < 3000)).all()
-
-
-def draw_arguments(num_rows: int, vocab_size: int, dtype: torch.dtype = torch.float32):
-    logits = (torch.randn(num_rows, vocab_size + 5) * 3).to(dtype)[:, 2 : vocab_size + 2]
-    keys = torch.randint(-(2**63), 2**63 - 1, (num_rows,))
-    return logits, torch.rand(num_rows) * 2 + 0.1, keys, torch.randint(0, 100_000, (num_rows,))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 3001])
-def test_draws_of_the_specification(dtype, vocab_size):
-    logits, *rest = draw_arguments(400, vocab_size, dtype)
-    token_ids, is_finite = sampling_cpu.draw(logits, *rest)
-    expected, _ = sampling_reference.draw(logits.float(), *rest)
-    assert torch.equal(token_ids, expected)
-    assert is_finite.all()
-
-
-def test_a_draw_does_not_depend_on_other_rows():
-    arguments = draw_arguments(7, 3001)
-    whole, _ = sampling_cpu.draw(*arguments)
-    for row in range(7):
-        alone, _ = sampling_cpu.draw(*(values[row : row + 1] for values in arguments))
-        assert alone == whole[row]
-
-
-def test_draws_of_rows_that_are_not_finite():
-    logits, *rest = draw_arguments(5, 200)
-    logits[1, 150], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
-    logits[4] = -math.inf
-    logits[4, 77] = 0.0
-    token_ids, is_finite = sampling_cpu.draw(logits, *rest)
-    assert is_finite.tolist() == [True, False, False, False, True]
-    assert token_ids[4] == 77
-    assert ((token_ids >= 0) & (token_ids < 200)).all()

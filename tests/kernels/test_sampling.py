@@ -7,6 +7,7 @@ import pytest
 import torch
 from batchinfer.kernels import sampling
 from batchinfer.kernels.sampling import noise as noise_module
+from batchinfer.kernels.sampling import reference
 
 # From the file kat_vectors of the Random123 library: counter, key, output of philox4x32 with 10 rounds.
 KNOWN_ANSWERS = [
@@ -61,16 +62,17 @@ def rows(n: int, value: float, dtype: torch.dtype = torch.float32) -> torch.Tens
     return torch.full((n,), value, dtype=dtype)
 
 
-def draw(logits, keys, positions, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
+def draw(logits, keys, positions, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0, changes=None):
     n = len(logits)
     return sampling.sample(
-        logits.clone(),
+        logits,
         rows(n, temperature),
         rows(n, min_p),
         rows(n, top_k, torch.int64),
         rows(n, top_p),
         torch.as_tensor(keys, dtype=torch.int64),
         torch.as_tensor(positions, dtype=torch.int64),
+        changes,
     )
 
 
@@ -215,40 +217,49 @@ def test_a_row_does_not_depend_on_its_batch():
         assert together.tolist() == alone
 
 
+def tokens_of(*ids_by_row: list[int]) -> sampling.RowTokens:
+    offsets = np.cumsum([0, *(len(ids) for ids in ids_by_row)])
+    return sampling.RowTokens(torch.tensor(offsets), torch.tensor([token for ids in ids_by_row for token in ids]))
+
+
 def test_penalties_follow_their_formula():
-    logits = torch.tensor([[2.0, -2.0, 0.5, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0], [2.0, -2.0, 0.5, 0.0, 1.0]])
     before = logits.clone()
-    # row 0: token 0 three times in the output, token 1 once, token 2 in the prompt only
-    sampling.apply_penalties(
-        logits,
-        rows=torch.tensor([0, 0, 0]),
-        token_ids=torch.tensor([0, 1, 2]),
+    # row 1: token 0 three times in the output, token 1 once, token 2 in the prompt only
+    penalties = sampling.Penalties(
+        tokens_of([], [0, 1, 2]),
         output_counts=torch.tensor([3.0, 1.0, 0.0]),
-        repetition=rows(3, 1.25),
-        presence=rows(3, 0.5),
-        frequency=rows(3, 0.1),
+        repetition=torch.tensor([9.0, 1.25]),
+        presence=torch.tensor([9.0, 0.5]),
+        frequency=torch.tensor([9.0, 0.1]),
     )
-    assert logits[0].tolist() == pytest.approx([2 / 1.25 - 0.3 - 0.5, -2 * 1.25 - 0.1 - 0.5, 0.5 / 1.25, 0.0, 1.0])
-    assert torch.equal(logits[1], before[1])
+    reference.apply_changes(logits, torch.arange(2), sampling.LogitChanges(None, penalties, None))
+    assert logits[1].tolist() == pytest.approx([2 / 1.25 - 0.3 - 0.5, -2 * 1.25 - 0.1 - 0.5, 0.5 / 1.25, 0.0, 1.0])
+    assert torch.equal(logits[0], before[0])
 
 
 @pytest.mark.parametrize("repetition", [0.0, math.inf])  # what float32 makes of 1e-300 and 1e300
 def test_extreme_penalties_and_biases_stay_finite(repetition):
     logits = torch.tensor([[2.0, -2.0, 0.0, 1.0]])
-    one = torch.zeros(3, dtype=torch.int64)
-    pairs = torch.tensor([0, 1, 2])
-    sampling.apply_penalties(logits, one, pairs, rows(3, 1.0), rows(3, repetition), rows(3, 0.0), rows(3, 0.0))
-    sampling.add_bias(logits, one, pairs, torch.tensor([math.inf, -math.inf, 0.0]))
+    tokens = tokens_of([0, 1, 2])
+    changes = sampling.LogitChanges(
+        sampling.Bias(tokens, torch.tensor([math.inf, -math.inf, 0.0])),
+        sampling.Penalties(tokens, rows(3, 1.0), rows(1, repetition), rows(1, 0.0), rows(1, 0.0)),
+        None,
+    )
+    for temperature in (0.0, 1e-3):
+        token_ids, is_finite = draw(logits, [0], [0], temperature, changes=changes)
+        assert is_finite.all()
+        assert int(token_ids) in ({0} if repetition == 0 else {0, 3})  # 1e30 / 1e30 is 1, as is the logit of token 3
+    reference.apply_changes(logits, torch.arange(1), changes)
     assert logits.isfinite().all()
-    assert draw(logits, [0], [0], temperature=1e-3)[1].all()
 
 
-def test_masked_tokens_are_never_drawn():
-    logits = torch.zeros(300, 6)
-    row = torch.arange(300)
-    for token in (1, 4):
-        sampling.mask_tokens(logits, row, torch.full((300,), token))
-    token_ids, is_finite = draw(logits, range(300), [0] * 300)
+def test_barred_tokens_are_never_drawn():
+    barred = tokens_of(*[[1, 4]] * 300)
+    token_ids, is_finite = draw(
+        torch.zeros(300, 6), range(300), [0] * 300, changes=sampling.LogitChanges(None, None, barred)
+    )
     assert set(token_ids.tolist()) == {0, 2, 3, 5}
     assert is_finite.all()
 
