@@ -15,7 +15,7 @@ PACKAGE = ROOT / "batchinfer"
 LEVELS = [
     {"cli"},
     {"report"},
-    {"pipeline", "llm"},
+    {"pipeline", "llm", "conversion"},
     {"summary"},
     {"executors"},
     {"engine"},

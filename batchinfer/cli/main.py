@@ -9,6 +9,7 @@ import click
 from batchinfer import __version__
 from batchinfer.cli.bench import bench
 from batchinfer.cli.build import build
+from batchinfer.cli.quantize import quantize
 from batchinfer.cli.run import run
 from batchinfer.cli.show import show
 from batchinfer.errors import BatchInferError, ExitCode
@@ -25,6 +26,7 @@ def batchinfer() -> None:
 batchinfer.add_command(run)
 batchinfer.add_command(show)
 batchinfer.add_command(bench)
+batchinfer.add_command(quantize)
 batchinfer.add_command(build)
 
 
@@ -44,7 +46,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         command = error.ctx.command_path if error.ctx else "batchinfer"
         return _fail(f"{error.format_message()} (`{command} --help` says more)", ExitCode.USAGE)
     except click.Abort:
-        return _fail("interrupted; the same `run` carries on", ExitCode.INTERRUPTED)
+        return _fail("interrupted; the same command carries on", ExitCode.INTERRUPTED)
     except BatchInferError as error:
         return _fail(str(error), error.exit_code)
     except OSError as error:  # a closed pipe never comes here: click leaves quietly

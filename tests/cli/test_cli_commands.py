@@ -184,7 +184,7 @@ def test_outcomes_become_exit_codes_and_one_line(pipeline, capsys, outcome, code
 def test_interrupt_before_the_job_begins_can_be_resumed(pipeline, capsys):
     pipeline.outcome = KeyboardInterrupt()
     assert call("run", "--input", "a") == ExitCode.INTERRUPTED
-    assert "the same `run` carries on" in capsys.readouterr().err
+    assert "the same command carries on" in capsys.readouterr().err
 
 
 def test_a_bug_is_not_hidden(pipeline):

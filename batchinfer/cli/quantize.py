@@ -1,0 +1,72 @@
+"""`batchinfer quantize`: makes a quantised checkpoint."""
+
+import click
+
+_METHODS = ("awq", "gptq", "rtn", "fp8")
+_FORMATS = ("awq", "gptq", "compressed-tensors")
+
+
+@click.command(short_help="Make a quantised checkpoint of a 16-bit one.")
+@click.option("--model", metavar="PATH|ID", help="As in `run`.  [default: the default model]")
+@click.option("--output", metavar="DIR", required=True, help="Directory of the new checkpoint.")
+@click.option(
+    "--method", type=click.Choice(_METHODS), default="awq", show_default=True, help="How weights are rounded."
+)
+@click.option("--format", "file_format", type=click.Choice(_FORMATS), help="[default: the method's own]")
+@click.option("--bits", type=int, metavar="N", help="Of a weight: 2, 3, 4 or 8.  [default: 4; 8 with fp8]")
+@click.option(
+    "--group-size", type=int, default=128, show_default=True, metavar="N", help="Inputs a scale; -1: all of a row."
+)
+@click.option(
+    "--symmetric/--no-symmetric",
+    default=None,
+    help="Without zero points, or with.  [default: symmetric in gptq files, which vLLM reads no others of]",
+)
+@click.option("--act-order", is_flag=True, help="GPTQ: make groups of inputs in falling order of their size.")
+@click.option(
+    "--damp", type=float, default=0.01, show_default=True, metavar="X", help="GPTQ: share of the mean added to moments."
+)
+@click.option(
+    "--calibration",
+    metavar="FILE",
+    help="Text: .parquet, .jsonl[.gz|.zst], or a plain text file.  [default: a built-in text of 3,000 tokens]",
+)
+@click.option(
+    "--calibration-column", metavar="COLUMN", help="[default: text, prompt or messages, the first that is there]"
+)
+@click.option(
+    "--calibration-samples",
+    type=click.IntRange(min=1),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Windows of text, at most.",
+)
+@click.option(
+    "--calibration-length",
+    type=click.IntRange(min=16),
+    default=512,
+    show_default=True,
+    metavar="TOKENS",
+    help="Of a window, at most.",
+)
+@click.option(
+    "--search-tokens",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    metavar="TOKENS",
+    help="AWQ: calibration tokens that scales are tried on, at least.",
+)
+@click.option(
+    "--kv-cache-scales", is_flag=True, help="Store calibrated scales of an fp8 KV cache (compressed-tensors)."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which windows are drawn of more text.")
+def quantize(model: str | None, output: str, file_format: str | None, **options: object) -> None:
+    """Make a quantised checkpoint layer by layer. Stopped at any moment, the same command carries on."""
+    from batchinfer.conversion.options import QuantizeOptions
+
+    checked = QuantizeOptions(format=file_format, **options)  # type: ignore[arg-type]
+    from batchinfer.conversion.quantize_job import quantize_model  # here, as it brings torch
+
+    quantize_model(model, output, checked, lambda line: click.echo(f"batchinfer: {line}", err=True))

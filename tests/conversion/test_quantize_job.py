@@ -1,0 +1,384 @@
+"""Whole quantisations of a tiny model: what is written loads and means what the method chose, killed jobs carry on to
+the same bytes, and what cannot be is refused in one line."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from batchinfer.conversion import quantize_job
+from batchinfer.conversion.calibration_text import read_calibration_text
+from batchinfer.conversion.memory import forecast
+from batchinfer.conversion.options import QuantizeOptions
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.errors import UsageError
+from batchinfer.quantization.rounding import Grid, nearest
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+TEXT = "A small text about cats, dogs, birds and the weather at sea. " * 40
+LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+SMALL = {"group_size": 32, "calibration_length": 64, "search_tokens": 128}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random Llama in bf16 with tied embeddings and a byte-level tokenizer."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
+    (path / "generation_config.json").write_text('{"eos_token_id": 1}')
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def run(model, output, text_file, **options):
+    lines = []
+    options = QuantizeOptions(**{**SMALL, "calibration": text_file, **options})
+    quantize_job.quantize_model(str(model), str(output), options, lines.append)
+    return lines
+
+
+def tensors(path):
+    return load_file(path / "model.safetensors")
+
+
+def files(path):
+    return {p.name: p.read_bytes() for p in path.iterdir() if p.name != "batchinfer_quantize.json"}
+
+
+ALL = [
+    {"method": "awq"},
+    {"method": "awq", "format": "compressed-tensors"},
+    {"method": "gptq"},
+    {"method": "gptq", "act_order": True},
+    {"method": "gptq", "bits": 3, "symmetric": False},
+    {"method": "gptq", "format": "awq"},
+    {"method": "gptq", "format": "compressed-tensors", "act_order": True, "kv_cache_scales": True},
+    {"method": "rtn", "bits": 8},
+    {"method": "rtn", "group_size": -1},
+    {"method": "fp8"},
+    {"method": "fp8", "kv_cache_scales": True},
+]
+
+
+@pytest.mark.parametrize("options", ALL, ids=lambda options: "-".join(map(str, options.values())))
+def test_what_is_written_loads_here_with_nothing_missing_or_left_over(model, text_file, tmp_path, options):
+    from batchinfer.models.loader import load_decoder
+
+    run(model, tmp_path / "out", text_file, **options)
+    decoder = load_decoder(tmp_path / "out")
+    assert decoder.spec.num_layers == 3
+    written = files(tmp_path / "out")
+    original = files(model)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        assert written[name] == original[name]
+    assert not any(name.startswith("_") for name in written)
+
+
+def test_rtn_is_the_nearest_weight_of_every_layer(model, tmp_path):
+    run(model, tmp_path / "out", None, method="rtn", format="gptq")
+    found, source = tensors(tmp_path / "out"), tensors(model)
+    for layer in range(3):
+        for module in LINEARS:
+            name = f"model.layers.{layer}.{module}"
+            q, s = found[f"{name}.qweight"], found[f"{name}.scales"].float()
+            values = torch.stack([(q >> (4 * place)) & 15 for place in range(8)], 1).flatten(0, 1)  # [K, N]
+            weight = (values - 8).float() * s.repeat_interleave(32, 0)
+            torch.testing.assert_close(weight.T, nearest(source[f"{name}.weight"].float(), Grid(4, 32, True)))
+    assert torch.equal(found["model.embed_tokens.weight"], source["model.embed_tokens.weight"])
+
+
+def test_awq_scales_leave_the_function_as_it_was(model, text_file, tmp_path):
+    """With 8 bits little error is left (and this model doubles it each layer), so norms and weights, both changed, must
+    agree: one side alone would leave nothing of the answer."""
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path / "out"
+    run(model, path, text_file, method="awq", format="compressed-tensors", bits=8)
+    norms = {name: tensor for name, tensor in tensors(path).items() if "layernorm" in name}
+    assert any(not torch.equal(tensor, tensors(model)[name]) for name, tensor in norms.items())
+    ids = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(1))
+    plain = copy_with_weights(model, dequantized(path, model), tmp_path / "plain")
+    wanted = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
+    found = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(ids).logits
+    assert (found - wanted).norm() < 0.06 * wanted.norm()
+
+
+def dequantized(path, model):
+    """The checkpoint of compressed-tensors with 8 bits as plain tensors, decoded here."""
+    stored, plain = tensors(path), {}
+    for name, tensor in tensors(model).items():
+        packed = stored.get(name.replace(".weight", ".weight_packed"))
+        if packed is None:
+            plain[name] = stored[name]
+            continue
+        base = name.removesuffix(".weight")
+        codes = packed.view(torch.uint8).float()
+        zeros = stored[f"{base}.weight_zero_point"].T.contiguous().view(torch.uint8).T.float()
+        scales = stored[f"{base}.weight_scale"].float()
+        size = tensor.shape[1] // scales.shape[1]
+        plain[name] = (codes - zeros.repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+    return plain
+
+
+def copy_with_weights(model, weights, path):
+    from safetensors.torch import save_file
+
+    shutil.copytree(model, path)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, path / "model.safetensors", {"format": "pt"}
+    )
+    return path
+
+
+class Killed(BaseException):
+    """Passes every handler for ordinary faults, as the end of a process does."""
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, "write"])
+def test_a_killed_job_carries_on_to_the_same_bytes(model, text_file, tmp_path, monkeypatch, method, after):
+    run(model, tmp_path / "whole", text_file, method=method)
+    with monkeypatch.context() as patched:
+        if after == "write":
+            patched.setattr(quantize_job, "copy_beside", kill)
+        else:
+            real = quantize_job.WorkState.finish_layer
+
+            def finish(self, layer, *more):
+                if layer == after:
+                    raise Killed
+                real(self, layer, *more)
+
+            patched.setattr(quantize_job.WorkState, "finish_layer", finish)
+        if after == 3:  # layers are counted from 0: this job ends well
+            run(model, tmp_path / "cut", text_file, method=method)
+        else:
+            with pytest.raises(Killed):
+                run(model, tmp_path / "cut", text_file, method=method)
+            assert not (tmp_path / "cut" / "config.json").exists()
+    lines = run(model, tmp_path / "cut", text_file, method=method)
+    expected = {1: "carrying on after 1 of 3", 2: "after 2 of 3", 3: "finished already", "write": "after 3 of 3"}
+    assert expected.get(after, "done in") in "\n".join(lines)
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def kill(*_):
+    raise Killed
+
+
+def test_a_kill_between_the_two_files_of_a_layer(model, text_file, tmp_path, monkeypatch):
+    from batchinfer.data.local_storage import LocalStorage
+
+    run(model, tmp_path / "whole", text_file, method="gptq")
+    real = LocalStorage.put
+
+    def put(self, name, data):
+        if "layer-00001" in name:
+            raise Killed
+        real(self, name, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "put", put)
+        with pytest.raises(Killed):
+            run(model, tmp_path / "cut", text_file, method="gptq")
+    assert "after 1 of 3" in "\n".join(run(model, tmp_path / "cut", text_file, method="gptq"))
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+
+
+def test_other_options_do_not_carry_on(model, text_file, tmp_path):
+    run(model, tmp_path / "out", text_file, method="rtn")
+    with pytest.raises(UsageError, match=r"begun with bits 4, not 8; give that again, or choose another directory"):
+        run(model, tmp_path / "out", text_file, method="rtn", bits=8)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds notes.txt already; choose an empty directory"):
+        run(model, tmp_path / "full", text_file, method="rtn")
+
+
+def test_kv_scales_are_the_largest_key_and_value(model, text_file, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run(model, tmp_path / "out", text_file, method="fp8", kv_cache_scales=True)
+    found = tensors(tmp_path / "out")
+    options = QuantizeOptions(**SMALL, calibration=text_file)
+    sequences = read_calibration_text(options, Tokenizer.load(model)).sequences
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    largest = torch.zeros(2)
+    for ids in sequences:
+        with torch.no_grad():
+            cache = reference(torch.from_numpy(ids).long()[None], use_cache=True).past_key_values
+        first = cache.layers[0]
+        largest = torch.maximum(largest, torch.stack([first.keys.abs().max(), first.values.abs().max()]))
+    scales = [float(found[f"model.layers.0.self_attn.{name}_scale"]) for name in "kv"]
+    assert scales == pytest.approx((largest / 448).tolist(), rel=0.02)  # bf16 there and in the scale
+    scheme = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert (scheme["num_bits"], scheme["type"], scheme["strategy"]) == (8, "float", "tensor")
+
+
+def test_shards_hold_the_same_tensors_as_one_file(model, tmp_path, monkeypatch):
+    from batchinfer.conversion import checkpoint_files
+    from batchinfer.models.checkpoint import SafetensorsCheckpoint
+
+    run(model, tmp_path / "one", None, method="rtn")
+    with monkeypatch.context() as patched:
+        write = checkpoint_files.write_weights
+        patched.setattr(quantize_job, "write_weights", lambda storage, entries: write(storage, entries, 20_000))
+        run(model, tmp_path / "many", None, method="rtn")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    one = tensors(tmp_path / "one")
+    assert len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in one.values())
+    many = SafetensorsCheckpoint(tmp_path / "many")
+    assert set(many.names) == set(one)
+    assert all(torch.equal(many.read(name), tensor) for name, tensor in one.items())
+
+
+REFUSED = [
+    ({"method": "awq", "symmetric": True}, "--format awq --symmetric: .*drop --symmetric, or choose --format gptq"),
+    ({"method": "awq", "bits": 3}, "--format awq --bits 3: it holds 4 bits; --format gptq holds 3"),
+    ({"method": "awq", "bits": 5}, "no format holds that many"),
+    ({"method": "rtn", "bits": 2}, "compressed-tensors --bits 2: it holds 4, 8 bits; --format gptq holds 2"),
+    ({"method": "gptq", "format": "awq", "act_order": True}, "--format awq --act-order"),
+    ({"method": "awq", "act_order": True}, "--act-order"),
+    ({"method": "fp8", "format": "awq"}, "choose --format compressed-tensors"),
+    ({"method": "fp8", "bits": 4}, "fp8 has 8 bits"),
+    ({"method": "awq", "kv_cache_scales": True}, "--kv-cache-scales: awq files"),
+    ({"method": "gptq", "damp": 0.0}, "--damp 0"),
+    ({"method": "best"}, "--method best: choose one of awq, gptq, rtn, fp8"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value))
+def test_combinations_that_cannot_be_written(options, message):
+    with pytest.raises(UsageError, match=message):
+        QuantizeOptions(**options)
+
+
+def test_a_group_that_does_not_divide_names_those_that_do(model, text_file, tmp_path):
+    with pytest.raises(UsageError, match=r"128 does not divide the 64 inputs of self_attn.q_proj; 32 and -1 \("):
+        run(model, tmp_path / "out", text_file, group_size=128)
+    assert not (tmp_path / "out").exists()
+    shapes = {"self_attn.q_proj": (576, 576), "mlp.down_proj": (576, 1536)}
+    with pytest.raises(UsageError, match=r"128 does not divide the 576 .*; 32, 64, 96, 192 and -1"):
+        QuantizeOptions().check_shapes(shapes)
+    with pytest.raises(UsageError, match=r"60 outputs of x fill no whole words .*choose --format compressed-tensors"):
+        QuantizeOptions(group_size=32).check_shapes({"x": (60, 64)})
+
+
+def test_quantised_models_are_refused(model, text_file, tmp_path):
+    run(model, tmp_path / "out", text_file, method="rtn")
+    with pytest.raises(UsageError, match="quantised already"):
+        run(tmp_path / "out", tmp_path / "again", text_file, method="rtn")
+
+
+def test_memory_in_closed_form():
+    """Llama-3-8B's shapes, by hand: 65,536 tokens."""
+    spec = load_llama_8b()
+    gptq = forecast(spec, QuantizeOptions(method="gptq"), 65_536)
+    assert gptq.activation_bytes == 2 * 65_536 * (4096 + 14_336)
+    assert gptq.layer_bytes == 4 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14_336)
+    assert gptq.working_bytes == 16 * 4096 * 14_336 + 32 * 14_336**2
+    awq = forecast(spec, QuantizeOptions(method="awq"), 65_536)
+    assert awq.activation_bytes == 2 * 65_536 * 4096 + 2 * 4096 * (4 * 4096 + 4096 + 14_336)
+    assert forecast(spec, QuantizeOptions(method="rtn"), 0).activation_bytes == 0
+
+
+def load_llama_8b():
+    from batchinfer.models.families.registry import parse_config
+
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "torch_dtype": "bfloat16",
+    }
+    return parse_config(config, "config.json")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_the_same_text_from_each_kind_of_file(model, tmp_path, suffix):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / f"text{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.table({"id": [1, 2], "text": [TEXT, "too short"]}), path)
+    else:
+        path.write_text(
+            TEXT if suffix == ".txt" else json.dumps({"text": TEXT}) + "\n" + json.dumps({"text": None}) + "\n"
+        )
+    options = QuantizeOptions(calibration=str(path), calibration_length=100, calibration_samples=7)
+    text = read_calibration_text(options, Tokenizer.load(model))
+    whole = Tokenizer.load(model).encode_batch([TEXT], False)[0].tolist()
+    assert len(text.sequences) == 7
+    windows = [whole[start : start + 100] for start in range(0, len(whole), 100)]
+    assert all(ids.tolist() in windows for ids in text.sequences)
+
+
+def test_messages_go_through_the_chat_template_and_missing_columns_are_named(model, tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": TEXT}]}) + "\n")
+    options = QuantizeOptions(calibration=str(path), calibration_length=100)
+    (model_with_template := tmp_path / "model").mkdir()
+    shutil.copytree(model, model_with_template, dirs_exist_ok=True)
+    text = read_calibration_text(options, Tokenizer.load(model_with_template))
+    assert text.num_tokens > 1000
+    with pytest.raises(UsageError, match=r"no column body; .*--calibration-column \(messages\)"):
+        read_calibration_text(QuantizeOptions(calibration=str(path), calibration_column="body"), Tokenizer.load(model))
+    with pytest.raises(UsageError, match=r"--calibration .*no such file"):
+        read_calibration_text(QuantizeOptions(calibration=str(tmp_path / "none.parquet")), Tokenizer.load(model))
+
+
+def test_the_built_in_text_is_as_long_as_help_says(smollm2):
+    text = read_calibration_text(QuantizeOptions(), Tokenizer.load(smollm2))
+    assert 2500 < text.num_tokens < 3500
+    assert text.source == "the built-in text"
+
+
+def test_the_command(model, text_file, tmp_path, capsys):
+    from batchinfer.cli import main as cli
+
+    command = ["quantize", "--model", str(model), "--output", str(tmp_path / "out"), "--group-size", "32"]
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--method", "gptq", "--calibration", text_file])
+    assert left.value.code == 0
+    shown = capsys.readouterr().err
+    assert "memory at most" in shown
+    assert "done in" in shown
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--symmetric"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
