@@ -39,6 +39,7 @@ _LAYER_NAMES = {
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB as float32
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
 
@@ -61,7 +62,7 @@ def quantized_types(tensors: Mapping[str, "ReaderTensor"]) -> dict[str, str]:
     types = {}
     for name, tensor in tensors.items():
         kind = tensor.tensor_type.name
-        if kind in ("F32", "F16", "BF16"):
+        if kind in _FLOATS:
             continue
         if kind not in BLOCK_TYPES:
             raise BatchInferError(
@@ -77,15 +78,18 @@ def write_weights(
 ) -> None:
     """Every tensor into one safetensors file, dequantised; memory stays at one chunk whatever the model's size.
 
-    packed: layers whose blocks are written as they are. Raises BatchInferError where a tensor is missing or has no
-    place in the model.
+    packed: layers whose blocks are written as they are; with any, floats keep their type as well. Raises
+    BatchInferError where a tensor is missing or has no place in the model.
     """
     import torch
 
     places = {huggingface_name(name): tensor for name, tensor in tensors.items()}
     _check_complete(places.keys(), config)
-    dtype = getattr(torch, config["dtype"])
-    plans = [_plan(name, tensor, dtype, name.removesuffix(".weight") in packed) for name, tensor in places.items()]
+    if packed:
+        plans = [_packed_plan(name, tensor, name.removesuffix(".weight") in packed) for name, tensor in places.items()]
+    else:
+        dtype = getattr(torch, config["dtype"])
+        plans = [_Plan(name, tensor_shape(tensor), dtype) for name, tensor in places.items()]
     with open(path, "wb") as file:
         _write_header(file, plans)
         for (name, tensor), plan in zip(places.items(), plans, strict=True):
@@ -105,13 +109,13 @@ class _Plan:
     dtype: "torch.dtype"
 
 
-def _plan(name: str, tensor: "ReaderTensor", dtype: "torch.dtype", is_packed: bool) -> _Plan:
-    if not is_packed:
-        return _Plan(name, tensor_shape(tensor), dtype)
+def _packed_plan(name: str, tensor: "ReaderTensor", has_blocks: bool) -> _Plan:
     import torch
 
     from batchinfer.quantization.read_gguf import BLOCKS
 
+    if not has_blocks:
+        return _Plan(name, tensor_shape(tensor), getattr(torch, _FLOATS[tensor.tensor_type.name]))
     return _Plan(f"{name.removesuffix('.weight')}.{BLOCKS}", tuple(tensor.data.shape), torch.uint8)
 
 

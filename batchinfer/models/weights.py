@@ -92,7 +92,6 @@ class _Builder:
             return self._linear("", [module], [self._spec.vocab_size], self._spec.hidden_size, False)
         self._check_tied(embedding)
         if stored_embedding is not None:
-            self._num_parameters -= embedding.numel()
             return self._quantized_projection(stored_embedding, None)
         return self._projection(embedding, None, is_shared=True)
 

