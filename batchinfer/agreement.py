@@ -38,6 +38,7 @@ def reference_options(options: EffectiveOptions, model: str | None, max_model_le
     """The job on `model` in float32 throughout, whose tokens equal those of Hugging Face's float32; prompts have as
     much room as they had, and the wider cache takes the memory it needs."""
     precision = {"dtype": "fp32", "activation_dtype": "auto", "kv_cache_dtype": "fp32"}
+    precision |= {"kv_cache_dtype_skip_layers": ""}
     if model != options["model"].value:
         precision["quantization"] = "auto"  # the option speaks of the model under test
     sizes = {"max_model_len": max_model_len, "kv_cache_memory": None}

@@ -8,16 +8,17 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
+from batchinfer.cache_config import CacheConfig
 from batchinfer.option_field import option, require, require_choice
 from batchinfer.sampling_config import SamplingConfig
 
-KV_CACHE_DTYPES = ("auto", "bf16", "fp16", "fp32", "fp8", "fp8_e5m2", "int8")
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ACTIVATION_DTYPES = ("auto", "int8")
 QUANTIZATIONS = ("auto", "awq", "gptq", "compressed-tensors", "fp8", "gguf", "none")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
 _UNSET_SAMPLING = SamplingConfig()
+_DEFAULT_CACHE = CacheConfig()
 _MAX_ERRORS = re.compile(r"\d+|\d+(\.\d+)?%")
 
 
@@ -148,36 +149,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """The paged KV cache."""
-
-    kv_cache_dtype: str = option(
-        "auto",
-        "auto is the precision of --dtype; fp8 is e4m3. fp8, fp8_e5m2 and int8 keep a scale for each token and head.",
-        choices=KV_CACHE_DTYPES,
-        affects_answers=True,
-    )
-    kv_cache_memory: int | None = option(
-        None, "Size of the cache, as in 24MiB. Default: a share of the free memory.", kind="size", metavar="SIZE"
-    )
-    gpu_memory_utilization: float | None = option(
-        None,
-        "Share of the device's free memory that weights and cache may take. Default: 0.9 on a GPU, 0.5 on a CPU.",
-        metavar="X",
-    )
-    block_size: int = option(16, "Tokens in a KV block.", metavar="N")
-    enable_prefix_caching: bool = option(True, "Compute equal beginnings of prompts once.", kind="flag")
-
-    def __post_init__(self) -> None:
-        require_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        share = self.gpu_memory_utilization
-        require(share is None or 0 < share <= 1, "gpu_memory_utilization", share, "above 0 and at most 1")
-        require(1 <= self.block_size <= 1024, "block_size", self.block_size, "from 1 to 1024")
-        memory = self.kv_cache_memory
-        require(memory is None or memory > 0, "kv_cache_memory", memory, "above 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How much runs at once."""
 
@@ -248,7 +219,7 @@ class JobConfig:
     input: InputConfig = InputConfig()
     sampling: SamplingConfig = _UNSET_SAMPLING
     model: ModelConfig = ModelConfig()
-    cache: CacheConfig = CacheConfig()
+    cache: CacheConfig = _DEFAULT_CACHE
     scheduler: SchedulerConfig = SchedulerConfig()
     output: OutputConfig = OutputConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -274,9 +245,11 @@ class JobConfig:
         }
 
     def fingerprint_options(self) -> dict[str, Any]:
-        """The options that change answers or layout; a resumed job must keep them."""
+        """The options that change answers or layout; a resumed job must keep them. Of kv_guard that is only whether it
+        is strict."""
         options = self.to_options()
-        return {f.name: options[f.name] for _, f in iter_options() if f.metadata["affects_answers"]}
+        kept = {f.name: options[f.name] for _, f in iter_options() if f.metadata["affects_answers"]}
+        return kept | {"kv_guard": "strict" if self.cache.guard.is_strict else "warn"}
 
 
 def _group_class(group: "dataclasses.Field[Any]") -> type[Any]:

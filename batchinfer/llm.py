@@ -22,7 +22,9 @@ from batchinfer.request import Request, Result, SamplingParams
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 # Options that are about files and rows.
-_OF_FILES = frozenset({f.name for cls in (InputConfig, OutputConfig, LimitsConfig) for f in fields(cls)}) - {
+_OF_FILES = frozenset(
+    {f.name for cls in (InputConfig, OutputConfig, LimitsConfig) for f in fields(cls)} | {"kv_guard"}
+) - {
     "chat_template",
     "on_too_long",
 }

@@ -13,7 +13,7 @@ from batchinfer.config import JobConfig, iter_options
 from batchinfer.errors import UsageError
 from batchinfer.units import format_exact_bytes, parse_duration, parse_size
 
-Source = Literal["flag", "job file", "generation_config", "checkpoint", "reference run", "default"]
+Source = Literal["flag", "job file", "generation_config", "checkpoint", "reference run", "bench", "default"]
 _MOST_CHARACTERS = 80  # of a quoted value that is shown
 
 

@@ -21,9 +21,11 @@ from batchinfer.data.job_input import JobInput, default_output
 from batchinfer.data.prompts import PromptBuilder
 from batchinfer.data.result_schema import Tally, result_schema
 from batchinfer.data.sampling_defaults import resolve_sampling
+from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
 from batchinfer.errors import ExitCode, UsageError
-from batchinfer.executors.local import load_engine, prepare_kernels
+from batchinfer.executors.kv_guard import first_prompts, guard_kv_cache, wide_layers_of
+from batchinfer.executors.local import LoadedModel, build_engine, cache_spec, load_model, prepare_kernels
 from batchinfer.executors.loop import Discard, Ending, EndingRules, Sink, run_loop
 from batchinfer.models.loader import checkpoint_options, generation_config
 from batchinfer.models.resolve import resolve_model
@@ -68,6 +70,7 @@ def bench_throughput(
     agreement: answers the rows again by the same model in float32, or by agreement_with, a model as for --model, and
     adds how far the answers agree.
     """
+    options = options.refined({"kv_guard": OptionValue("0", "bench")})
     with StopSignals() as signals:
         if not (agreement or agreement_with):
             return _measure(_Run(options, signals), Discard())
@@ -95,8 +98,9 @@ def _answer_to_files(run: "_Run", writer: OutputWriter, target: str, overwrites:
     before = deepcopy(writer.tally)
     if writer.is_resumed:
         _say(f"carrying on: {writer.num_resumed:,} of {writer.num_rows:,} rows are answered already")
-    run.load(writer.kept.get("max_model_len"))
-    writer.keep(max_model_len=run.max_model_len)
+    run.load(writer.kept)
+    guard = {"kv_guard": run.guard_outcome} if run.guard_outcome else {}
+    writer.keep(max_model_len=run.max_model_len, **guard)
     ending = run.answer(writer, writer.wanted, before, writer.poll)
     if writer.num_done < writer.num_rows:
         writer.flush()
@@ -164,21 +168,38 @@ class _Run:
             "prompt_logprobs": bool(sampling.prompt_logprobs),
         }
 
-    def load(self, kept_len: int | None = None) -> None:
-        """Loads the model. kept_len: the max_model_len of the job's first run, which answers depend on."""
-        config = self._config
+    def load(self, kept: Mapping[str, Any] | None = None) -> None:
+        """Loads the model and sizes its cache. kept: what the job's first run chose, and the answers depend on."""
+        config, kept = self._config, kept or {}
+        kept_len = kept.get("max_model_len")
         if kept_len is not None:
             config = replace(config, model=replace(config.model, max_model_len=kept_len))
         with self.phases.timed("kernels"):
             prepare_kernels(config, _say)
+        with self.phases.timed("model"):
+            model = load_model(config, self._files, _say)
+        self.guard_outcome = kept.get("kv_guard") if kept else self._guard(config, model)
         try:
             with self.phases.timed("model"):
-                self._local = load_engine(config, self._files, _say)
+                self._local = build_engine(config, model, _say, wide_layers_of(self.guard_outcome))
         except UsageError as error:
             if kept_len is None:
                 raise
             raise UsageError(f"the job began with max_model_len = {kept_len} and keeps it, but {error}") from error
-        self.startup_s = time.monotonic() - self._start - self.phases.seconds["kernels"]
+        apart = sum(self.phases.seconds.get(name, 0) for name in ("kernels", "KV guard"))
+        self.startup_s = time.monotonic() - self._start - apart
+
+    def _guard(self, config: JobConfig, model: LoadedModel) -> dict[str, Any] | None:
+        """The outcome of --kv-guard on the job's first rows."""
+        rules = config.cache.guard
+        if not rules.num_rows:
+            return None
+        with self.phases.timed("KV guard"):
+            longest = config.model.max_model_len or model.decoder.spec.max_position_embeddings
+            with self._feeder(model.tokenizer, model.decoder.vocab_size, longest, self.input.selected) as feeder:
+                prompts = first_prompts(feeder, rules.num_rows)
+            outcome = guard_kv_cache(model.decoder, cache_spec(config.cache, model), prompts, rules.is_strict, _say)
+        return outcome.to_json() if outcome else None
 
     @property
     def max_model_len(self) -> int:
@@ -193,8 +214,7 @@ class _Run:
             return self._drive(_Observed(sink, self._statistics), wanted, before, poll)
 
     def _drive(self, sink: Sink, wanted: Wanted, before: Tally, poll: Callable[[], None]) -> Ending:
-        shards, selection = self.input.shard_set.shards, self.input.selection
-        num_rows = self.input.rows.num_rows
+        engine, num_rows = self._local.engine, self.input.rows.num_rows
         rules = EndingRules(self._config.limits, num_rows, self._start, self._signals)
         progress = Progress(num_rows)
 
@@ -204,8 +224,8 @@ class _Run:
             progress.update(figures)
             return rules.ending(figures.errors)
 
-        with Feeder(shards, selection, self._prompt_builder(), wanted) as feeder:
-            ending = run_loop(self._local.engine, feeder, sink, self._config.scheduler.max_num_seqs, should_end)
+        with self._feeder(self._local.tokenizer, engine.vocab_size, engine.max_model_len, wanted) as feeder:
+            ending = run_loop(engine, feeder, sink, self._config.scheduler.max_num_seqs, should_end)
         figures = self._progress(before)
         progress.close(figures)
         return Ending.TOO_MANY_ERRORS if rules.has_too_many(figures.errors) else ending
@@ -222,20 +242,21 @@ class _Run:
             versions=versions(),
             options=self._options.to_json(),
         )
-        return with_earlier_runs(summarise(self._statistics, self._local.engine.stats.to_dict(), run), before)
+        figures = with_earlier_runs(summarise(self._statistics, self._local.engine.stats.to_dict(), run), before)
+        return figures | ({"kv_guard": self.guard_outcome} if self.guard_outcome else {})
 
-    def _prompt_builder(self) -> PromptBuilder:
-        engine, tokenizer = self._local.engine, self._local.tokenizer
-        return PromptBuilder(
+    def _feeder(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, wanted: Wanted) -> Feeder:
+        builder = PromptBuilder(
             source=self.input.source,
             tokenizer=tokenizer,
             defaults=self._sampling,
-            vocab_size=engine.vocab_size,
-            max_model_len=engine.max_model_len,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
             param_columns=self.input.param_columns,
             seed=self._config.sampling.seed,
             on_too_long=self._config.input.on_too_long,
         )
+        return Feeder(self.input.shard_set.shards, self.input.selection, builder, wanted)
 
     def _progress(self, before: Tally) -> ProgressFigures:
         done, engine = self._statistics, self._local.engine.stats

@@ -1,5 +1,5 @@
 """What a person sees while a job runs: a bar weighted by tokens on a terminal, a plain line every 30 seconds elsewhere.
-Driven by the pipeline."""
+Driven by the pipeline and by evaluation/."""
 
 import sys
 import time
@@ -27,7 +27,7 @@ class ProgressFigures:
 
 
 class Progress:
-    """Cheap to update each step; shows itself when it is due.
+    """Of a job's rows. Cheap to update each step; shows itself when it is due.
 
     How many tokens the job has is known only at its end, so the rest of the rows counts as the mean of those done.
     """
@@ -40,6 +40,61 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_rows = num_rows
+        self._display = _Display(stream, clock)
+
+    def update(self, figures: ProgressFigures) -> None:
+        if self._display.is_due():
+            self._show(figures)
+
+    def close(self, figures: ProgressFigures) -> None:
+        """Shows the last figures and leaves the terminal to what follows."""
+        self._show(figures)
+        self._display.close()
+
+    def _show(self, figures: ProgressFigures) -> None:
+        text = (
+            f"{figures.rows_done:,}/{self._num_rows:,} rows, "
+            f"{figures.output_tokens / self._display.elapsed():,.0f} output tokens/s, {figures.errors:,} errors"
+        )
+        self._display.show(share_done(figures, self._num_rows), text)
+
+
+class WorkProgress:
+    """Of work whose amount is known beforehand, as in "12,000/70,000 tokens, 1,500 tokens/s"."""
+
+    def __init__(
+        self,
+        total: int,
+        unit: str,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._unit = unit
+        self._done = 0
+        self._display = _Display(stream, clock)
+
+    def add(self, amount: int) -> None:
+        self._done += amount
+        if self._display.is_due():
+            self._show()
+
+    def close(self) -> None:
+        """Shows the last figures and leaves the terminal to what follows."""
+        self._show()
+        self._display.close()
+
+    def _show(self) -> None:
+        rate = self._done / self._display.elapsed()
+        text = f"{self._done:,}/{self._total:,} {self._unit}, {rate:,.0f} {self._unit}/s"
+        self._display.show(self._done / self._total, text)
+
+
+class _Display:
+    """A bar on a terminal, else lines."""
+
+    def __init__(self, stream: TextIO | None, clock: Callable[[], float]) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._clock = clock
         self._start = clock()
@@ -47,15 +102,29 @@ class Progress:
         self._due = self._start + self._interval_s
         self._bar: Any = self._make_bar() if self._stream.isatty() else None
 
-    def update(self, figures: ProgressFigures) -> None:
+    def is_due(self) -> bool:
+        """Whether it is time to show figures; asked before each showing."""
         now = self._clock()
-        if now >= self._due:
-            self._due = now + self._interval_s
-            self._show(figures, now)
+        if now < self._due:
+            return False
+        self._due = now + self._interval_s
+        return True
 
-    def close(self, figures: ProgressFigures) -> None:
-        """Shows the last figures and leaves the terminal to what follows."""
-        self._show(figures, self._clock())
+    def elapsed(self) -> float:
+        """Seconds since the start, above 0."""
+        return max(self._clock() - self._start, 1e-9)
+
+    def show(self, share: float | None, text: str) -> None:
+        """share: of the work, 0 to 1; None where it is not known."""
+        if self._bar is None:
+            percent = "" if share is None else f"{share:.0%}, "
+            left = _time_left(share, self.elapsed())
+            print(f"batchinfer: {percent}{text}, {left}", file=self._stream, flush=True)
+        else:
+            self._bar.total, self._bar.n = (None, 0) if share is None else (1.0, share)
+            self._bar.set_description_str(text)
+
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -64,26 +133,12 @@ class Progress:
 
         return tqdm(total=1, bar_format=_BAR_FORMAT, file=self._stream, smoothing=0, dynamic_ncols=True)
 
-    def _show(self, figures: ProgressFigures, now: float) -> None:
-        elapsed = max(now - self._start, 1e-9)
-        text = (
-            f"{figures.rows_done:,}/{self._num_rows:,} rows, {figures.output_tokens / elapsed:,.0f} output tokens/s, "
-            f"{figures.errors:,} errors"
-        )
-        share = share_done(figures, self._num_rows)
-        if self._bar is None:
-            percent = "" if share is None else f"{share:.0%}, "
-            print(f"batchinfer: {percent}{text}, {_time_left(share, elapsed)}", file=self._stream, flush=True)
-        else:
-            self._bar.total, self._bar.n = (None, 0) if share is None else (1.0, share)
-            self._bar.set_description_str(text)
-
 
 def _time_left(share: float | None, elapsed: float) -> str:
     """In words. share: as of share_done; elapsed: seconds."""
     if share == 1:
         return f"done in {format_duration(elapsed)}"
-    return "? left" if share is None else f"{format_duration(elapsed * (1 - share) / share)} left"
+    return f"{format_duration(elapsed * (1 - share) / share)} left" if share else "? left"
 
 
 def share_done(figures: ProgressFigures, num_rows: int) -> float | None:

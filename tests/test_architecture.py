@@ -15,7 +15,7 @@ PACKAGE = ROOT / "batchinfer"
 LEVELS = [
     {"cli"},
     {"report"},
-    {"pipeline", "llm", "conversion"},
+    {"pipeline", "llm", "evaluation", "conversion"},
     {"summary"},
     {"executors"},
     {"engine"},

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from batchinfer.progress import Progress, ProgressFigures, share_done
+from batchinfer.progress import Progress, ProgressFigures, WorkProgress, share_done
 
 
 def figures(rows_done: int, **changes) -> ProgressFigures:
@@ -93,3 +93,17 @@ def test_the_last_line_says_how_long_it_took():
     clock.now += 75
     progress.close(figures(rows_done=100, rows_done_here=100))
     assert stream.getvalue().endswith(" errors, done in 1m 15s\n")
+
+
+def test_work_of_a_known_amount():
+    stream, clock = io.StringIO(), Clock()
+    progress = WorkProgress(8000, "tokens", stream=stream, clock=clock)
+    for clock.now in (10.0, 20.0, 40.0):
+        progress.add(1000)
+    clock.now = 50.0
+    progress.add(5000)
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "batchinfer: 38%, 3,000/8,000 tokens, 75 tokens/s, 1m 07s left",  # 5,000 tokens at 75 a second
+        "batchinfer: 100%, 8,000/8,000 tokens, 160 tokens/s, done in 50.0 s",
+    ]

@@ -29,16 +29,16 @@ class PagedKVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         places = (num_blocks, spec.num_kv_heads, spec.block_size)
-        dtype = TORCH_DTYPES[spec.dtype]
         layers = range(spec.num_layers)
-        self._keys = [_allocate((*places, spec.head_dim), dtype, device) for _ in layers]
-        self._values = [_allocate((*places, spec.head_dim), dtype, device) for _ in layers]
-        scaled = layers if spec.per_token_scales else range(0)
-        self._key_scales = [_allocate(places, torch.float32, device) for _ in scaled]
-        self._value_scales = [_allocate(places, torch.float32, device) for _ in scaled]
+        dtypes = [TORCH_DTYPES[spec.layer_dtype(layer)] for layer in layers]
+        self._keys = [_allocate((*places, spec.head_dim), dtype, device) for dtype in dtypes]
+        self._values = [_allocate((*places, spec.head_dim), dtype, device) for dtype in dtypes]
+        scaled = [layer for layer in layers if spec.has_scales(layer)]
+        self._key_scales = {layer: _allocate(places, torch.float32, device, in_huge_pages=False) for layer in scaled}
+        self._value_scales = {layer: _allocate(places, torch.float32, device, in_huge_pages=False) for layer in scaled}
 
     def key(self, layer: int) -> Tensor:
-        """[num_blocks, num_kv_heads, block_size, head_dim] in the storage dtype, contiguous."""
+        """[num_blocks, num_kv_heads, block_size, head_dim] in the layer's storage dtype, contiguous."""
         return self._keys[layer]
 
     def value(self, layer: int) -> Tensor:
@@ -46,25 +46,29 @@ class PagedKVCache:
         return self._values[layer]
 
     def key_scale(self, layer: int) -> Tensor | None:
-        """float32 [num_blocks, num_kv_heads, block_size], or None where the spec has no scales."""
-        return self._key_scales[layer] if self._key_scales else None
+        """float32 [num_blocks, num_kv_heads, block_size], or None where the layer has no scales."""
+        return self._key_scales.get(layer)
 
     def value_scale(self, layer: int) -> Tensor | None:
         """As `key_scale`."""
-        return self._value_scales[layer] if self._value_scales else None
+        return self._value_scales.get(layer)
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales in all layers."""
-        return sum(t.nbytes for t in (*self._keys, *self._values, *self._key_scales, *self._value_scales))
+        scales = (*self._key_scales.values(), *self._value_scales.values())
+        return sum(t.nbytes for t in (*self._keys, *self._values, *scales))
 
 
-def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _allocate(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, in_huge_pages: bool = True
+) -> Tensor:
     """On a CPU in huge pages where the system has them: a sequence's blocks lie far apart, and with small pages each
-    step would look up thousands of addresses anew."""
+    step would look up thousands of addresses anew. Scales are so small that huge pages would mostly be empty."""
     if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(*shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    if in_huge_pages:
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)

@@ -9,6 +9,7 @@ import click
 from batchinfer import __version__
 from batchinfer.cli.bench import bench
 from batchinfer.cli.build import build
+from batchinfer.cli.evaluate import evaluate
 from batchinfer.cli.quantize import quantize
 from batchinfer.cli.run import run
 from batchinfer.cli.show import show
@@ -26,6 +27,7 @@ def batchinfer() -> None:
 batchinfer.add_command(run)
 batchinfer.add_command(show)
 batchinfer.add_command(bench)
+batchinfer.add_command(evaluate)
 batchinfer.add_command(quantize)
 batchinfer.add_command(build)
 

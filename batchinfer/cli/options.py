@@ -2,7 +2,7 @@
 takes run's options."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ class JobOption(click.Option):
         self.title = title
 
 
-class JobCommand(click.Command):
-    """A command that takes every option of run, after its own; its callback calls `effective_options`."""
+class TitledCommand(click.Command):
+    """A command whose help text has a section a title. more_options: that come after its own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, more_options: Sequence[click.Option] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.params = [*self.params, *_job_options()]
+        self.params = [*self.params, *more_options]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """One section a group, titled by what the group is about; the command's own options come first."""
@@ -47,6 +47,13 @@ class JobCommand(click.Command):
                 formatter.write_dl(records)
 
 
+class JobCommand(TitledCommand):
+    """A command that takes every option of run, after its own; its callback calls `effective_options`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, more_options=_job_options(), **kwargs)
+
+
 def effective_options(ctx: click.Context) -> EffectiveOptions:
     """The options of this call, each with its source. Raises UsageError."""
     job, settings = ctx.params["job"], ctx.params["settings"]
@@ -59,6 +66,12 @@ def effective_options(ctx: click.Context) -> EffectiveOptions:
         if name in names and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     return EffectiveOptions.resolve(flags, read_job_file(Path(job), parse_settings(settings)) if job else None)
+
+
+def options_of_run(names: Sequence[str], title: str, prefix: str = "") -> list[click.Option]:
+    """The options of run with these names, under one title. prefix: of their names here, as in "against_"."""
+    members = {member.name: member for _, member in iter_options()}
+    return [_click_option(members[name], title, prefix) for name in names]
 
 
 def _job_options() -> list[click.Option]:
@@ -86,13 +99,14 @@ def _title(group: "Field[Any]") -> str:
     return f"{group.name.capitalize()}: {description[:1].lower()}{description[1:]}."
 
 
-def _click_option(member: "Field[Any]", title: str) -> click.Option:
-    flag = "--" + member.name.replace("_", "-")
+def _click_option(member: "Field[Any]", title: str, prefix: str = "") -> click.Option:
+    name = prefix + member.name
+    flag = "--" + name.replace("_", "-")
     help_text = member.metadata["help"] + _default_note(member.default)
     if member.metadata["kind"] == "flag":
-        return JobOption([f"{flag}/--no-{flag[2:]}", member.name], title=title, default=None, help=help_text)
+        return JobOption([f"{flag}/--no-{flag[2:]}", name], title=title, default=None, help=help_text)
     return JobOption(
-        [flag, member.name],
+        [flag, name],
         title=title,
         type=_click_type(member),
         multiple=member.metadata["kind"] == "many",

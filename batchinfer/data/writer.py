@@ -252,7 +252,8 @@ class OutputWriter:
         self._records[part.index] = PartRecord(name, part.shard, num_rows, self._storage.size(name) or 0)
 
     def _metadata(self) -> dict[str, str]:
-        return {**self._job.metadata, JOB_ID_KEY: self._claim.manifest.job_id}
+        kept = {f"batchinfer.{name}": json.dumps(value) for name, value in self.kept.items()}
+        return {**self._job.metadata, **kept, JOB_ID_KEY: self._claim.manifest.job_id}
 
     # At the start and at the end
 

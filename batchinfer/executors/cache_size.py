@@ -87,8 +87,14 @@ def describe(size: CacheSize, cache: KVCacheSpec, max_num_seqs: int) -> list[str
         gain = f"--kv-cache-dtype fp8 would hold {fp8.gain_over_16_bits():.2f} times as many tokens as 16 bits"
     return [
         f"max_model_len: {size.max_model_len:,} ({size.model_len_reason})",
-        f"KV cache: {format_bytes(size.num_blocks * cache.bytes_per_block())} of {cache.dtype} holds {tokens:,} tokens "
-        f"in {size.num_blocks:,} blocks of {cache.block_size}; {gain}",
+        f"KV cache: {format_bytes(size.num_blocks * cache.bytes_per_block())} of {_precision(cache)} holds {tokens:,} "
+        f"tokens in {size.num_blocks:,} blocks of {cache.block_size}; {gain}",
         f"sequences at once: {min(max_num_seqs, tokens // size.max_model_len):,} of max_model_len, "
         f"{most_seqs:,} of up to {tokens // most_seqs:,} tokens",
     ]
+
+
+def _precision(cache: KVCacheSpec) -> str:
+    """ "fp8", or "fp8 (2 of 30 layers bf16)"."""
+    wide = len(cache.wide_layers)
+    return f"{cache.dtype} ({wide} of {cache.num_layers} layers {cache.wide_dtype})" if wide else cache.dtype

@@ -1,18 +1,35 @@
-"""One engine in this process: device, threads, weights, and a cache that fits the memory. Called by the pipeline and
-the LLM class."""
+"""One engine in this process: device, threads, weights, and a cache that fits the memory. Called by the pipeline,
+the LLM class and evaluation/."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from batchinfer.cache.spec import KVCacheSpec
+from batchinfer.cache_config import CacheConfig
 from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.models.resolve import ModelFiles
 
+if TYPE_CHECKING:
+    from batchinfer.models.decoder import Decoder
+
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Weights and tokenizer, before anything is known of the cache."""
+
+    decoder: "Decoder"
+    tokenizer: Tokenizer
+    device: str  # "cpu" or "cuda"
+    free_bytes: int  # of the device, before the weights were loaded
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +47,13 @@ def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], No
 
     Raises UsageError for a device that is not there or sizes that do not fit, BatchInferError for a faulty model.
     """
+    return build_engine(config, load_model(config, files, report), report)
+
+
+def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LoadedModel:
+    """Raises UsageError for a device that is not there, BatchInferError for a faulty model."""
     import torch
 
-    from batchinfer.cache.block_pool import BlockPool
-    from batchinfer.cache.paged_kv import PagedKVCache
-    from batchinfer.executors.cache_size import describe, size_cache
     from batchinfer.models.loader import eos_token_ids, load_decoder
 
     device = choose_device(config.model.device, torch.cuda.is_available())
@@ -46,26 +65,47 @@ def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], No
     decoder = load_decoder(
         files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report
     )
-    cache_spec = decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)
-    size = size_cache(config, decoder.spec, cache_spec, decoder.weight_bytes, free_bytes, device)
-    for line in describe(size, cache_spec, config.scheduler.max_num_seqs):
-        report(line)
-    cache = PagedKVCache(cache_spec, size.num_blocks, device)
-    pool = BlockPool(size.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
     ends = eos_token_ids(files.path)
     if tokenizer.eos_token_id is not None:
         ends |= {tokenizer.eos_token_id}
+    return LoadedModel(decoder, tokenizer, device, free_bytes, ends)
+
+
+def cache_spec(config: CacheConfig, model: LoadedModel, wide_layers: Collection[int] = ()) -> KVCacheSpec:
+    """The cache that the options ask for. wide_layers: kept in the model's precision beside those that the options
+    name. Raises UsageError where they name a layer that the model does not have."""
+    skipped, num_layers = config.skip_layers, model.decoder.spec.num_layers
+    if skipped and skipped[-1] >= num_layers:
+        raise UsageError(f"--kv-cache-dtype-skip-layers {skipped[-1]}: the model has layers 0 to {num_layers - 1}")
+    wide = sorted({*skipped, *wide_layers})
+    return model.decoder.kv_cache_spec(config.block_size, config.kv_cache_dtype, wide)
+
+
+def build_engine(
+    config: JobConfig, model: LoadedModel, report: Callable[[str], None], wide_layers: Collection[int] = ()
+) -> LocalEngine:
+    """Allocates the cache, of which wide_layers are kept in the model's precision. `report` gets the lines that say
+    what was decided. Raises UsageError for sizes that do not fit."""
+    from batchinfer.cache.block_pool import BlockPool
+    from batchinfer.cache.paged_kv import PagedKVCache
+    from batchinfer.executors.cache_size import describe, size_cache
+
+    decoder, spec = model.decoder, cache_spec(config.cache, model, wide_layers)
+    size = size_cache(config, decoder.spec, spec, decoder.weight_bytes, model.free_bytes, model.device)
+    for line in describe(size, spec, config.scheduler.max_num_seqs):
+        report(line)
+    cache = PagedKVCache(spec, size.num_blocks, model.device)
     engine = Engine(
         decoder,
         cache,
-        pool,
-        tokenizer,
+        BlockPool(size.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching),
+        model.tokenizer,
         config.scheduler,
-        ends,
+        model.eos_token_ids,
         size.max_model_len,
         rope_length_threshold=decoder.spec.rope.length_threshold,
     )
-    return LocalEngine(engine, tokenizer, device, cache.nbytes)
+    return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes)
 
 
 def prepare_kernels(config: JobConfig, report: Callable[[str], None]) -> None:
@@ -78,12 +118,13 @@ def prepare_kernels(config: JobConfig, report: Callable[[str], None]) -> None:
         native.prepare(report)
 
 
-def build_kernels(report: Callable[[str], None]) -> Path:
-    """Compiles what is missing of the native kernels; returns their directory. Raises BatchInferError."""
+def build_kernels(report: Callable[[str], None], output: Path | None = None) -> Path:
+    """Compiles what is missing of the native kernels: for this machine, or into `output` for other machines of its
+    architecture. Returns their directory. Raises BatchInferError."""
     from batchinfer.kernels.common import native
 
     try:
-        return native.build(report)
+        return native.build(report) if output is None else native.build_ahead(report, output)
     except native.NativeBuildError as error:
         raise BatchInferError(str(error)) from error
 

@@ -63,11 +63,13 @@ class Decoder:
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 
-    def kv_cache_spec(self, block_size: int, kv_dtype: str = "auto") -> KVCacheSpec:
+    def kv_cache_spec(self, block_size: int, kv_dtype: str = "auto", wide_layers: Sequence[int] = ()) -> KVCacheSpec:
         """The cache that this model needs. kv_dtype: one of config.KV_CACHE_DTYPES; auto is the model's dtype, and the
-        8-bit ones carry a scale a token and head, unless the checkpoint brings scales that fit."""
+        8-bit ones carry a scale a token and head, unless the checkpoint brings scales that fit. wide_layers: layers,
+        rising, kept in the model's dtype."""
+        own_dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
         if kv_dtype == "auto":
-            kv_dtype = next(name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype)
+            kv_dtype = own_dtype
         return KVCacheSpec(
             num_layers=self.spec.num_layers,
             num_kv_heads=self.spec.num_kv_heads,
@@ -76,6 +78,8 @@ class Decoder:
             dtype=kv_dtype,
             per_token_scales=ELEMENT_BYTES[kv_dtype] == 1 and kv_dtype not in self._static_kv_dtypes,
             static_scales=kv_dtype in self._static_kv_dtypes,
+            wide_layers=tuple(wide_layers),
+            wide_dtype=own_dtype,
         )
 
     @torch.inference_mode()

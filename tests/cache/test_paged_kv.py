@@ -41,6 +41,16 @@ def test_layout_and_size(name, dtype):
     assert len(starts) == 6
 
 
+def test_wide_layers_have_their_own_format_and_no_scales():
+    spec = KVCacheSpec(3, 2, 20, 8, "fp8", True, wide_layers=(1,), wide_dtype="fp16")
+    cache = PagedKVCache(spec, num_blocks=5)
+    assert [cache.key(layer).dtype for layer in range(3)] == [torch.float8_e4m3fn, torch.float16, torch.float8_e4m3fn]
+    assert [cache.value(layer).dtype for layer in range(3)] == [cache.key(layer).dtype for layer in range(3)]
+    assert [cache.key_scale(layer) is None for layer in range(3)] == [False, True, False]
+    assert [cache.value_scale(layer) is None for layer in range(3)] == [False, True, False]
+    assert cache.nbytes == 5 * spec.bytes_per_block()
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without huge pages")
 def test_memory_asks_for_huge_pages_and_is_not_touched():
     spec = KVCacheSpec(num_layers=1, num_kv_heads=4, head_dim=64, block_size=16, dtype="bf16", per_token_scales=False)

@@ -84,7 +84,7 @@ def test_a_signal_while_the_model_loads_does_not_wait(
         time.sleep(10)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "load_engine", load)
+        patch.setattr(pipeline, "load_model", load)
         started = time.monotonic()
         assert call(tiny_model, *long_job) == 75
         assert time.monotonic() - started < 5
