@@ -2,8 +2,12 @@
 
 import click
 
-_METHODS = ("awq", "gptq", "rtn", "fp8")
+_METHODS = ("awq", "gptq", "awq-gptq", "rtn", "fp8")
 _FORMATS = ("awq", "gptq", "compressed-tensors")
+_METHOD_HELP = (
+    "awq: scales found by trying; gptq: errors made up for column by column; awq-gptq: the one, then the other; rtn: "
+    "rounding to nearest, without calibration; fp8: 8-bit floats, a scale a channel."
+)
 
 
 @click.command(short_help="Make a quantised checkpoint of a 16-bit one.")

@@ -62,9 +62,7 @@ class AwqLayer:
         """The quantised weights by module, in order; the layer's norms and biases are changed to suit. hidden: bf16
         [num_tokens, hidden_size], the layer's input; afterwards its output with the weights as they were."""
         m = self._modules
-        self._observe(hidden)
-        self._scale_attention()
-        self._scale_mlp()
+        self.scale(hidden)
         for name in m:
             weight = self._layer.weights[name]
             # Cutting the weights that make queries and keys costs more in the softmax than in their own output.
@@ -73,6 +71,12 @@ class AwqLayer:
             made = round_to_nearest(weight, grid, limits)
             self._layer.weights[name] = made.dequantize()
             yield name, made
+
+    def scale(self, hidden: Tensor) -> None:
+        """The first half: scales the layer's weights and norms in place, and rounds nothing. hidden: as in quantize."""
+        self._observe(hidden)
+        self._scale_attention()
+        self._scale_mlp()
 
     def _observe(self, hidden: Tensor) -> None:
         """Runs the layer as it is, and keeps what the search needs."""

@@ -65,13 +65,15 @@ class LayerMethod:
     ) -> Iterator[tuple[str, IntegerWeight | Fp8Weight]]:
         options = self._options
         if run is not None and hidden is not None:
-            if options.method == "gptq":
+            search = _leading(self._batches, options.search_tokens)
+            if options.method == "awq":
+                yield from AwqLayer(run, layer, self._names, self._batches, search, self._grid).quantize(hidden)
+                return
+            if options.method == "awq-gptq":
+                AwqLayer(run, layer, self._names, self._batches, search, self._grid).scale(hidden.clone())
+            if options.uses_gptq:
                 solver = GptqOptions(options.damp, options.act_order)
                 yield from gptq_layer(run, layer, self._modules, hidden, self._batches, self._grid, solver)
-                return
-            if options.method == "awq":
-                search = _leading(self._batches, options.search_tokens)
-                yield from AwqLayer(run, layer, self._names, self._batches, search, self._grid).quantize(hidden)
                 return
         for module in self._modules:
             weight = layer.weights[module]

@@ -23,8 +23,9 @@ def forecast(spec: DecoderSpec, options: QuantizeOptions, num_tokens: int) -> Me
     """With h the hidden size, a the width of all query heads, i the MLP's, n the calibration tokens, s those of the
     search, P one layer's weights, W its largest weight and k its most inputs:
 
-    activations 2n(h + max(a, i)) for gptq; 2nh + 2s(4h + a + i) for awq; 2nh for the rest if they calibrate;
-    weights 4P; working 32k^2 + 16W for gptq (moments in float32, their factor in float64), 16W else.
+    activations 2n(h + max(a, i)) for gptq; 2nh + 2s(4h + a + i) for awq; awq-gptq has both, one after the other, and
+    another 2nh; 2nh for the rest if they calibrate; weights 4P; working 32k^2 + 16W with gptq (moments in float32,
+    their factor in float64), 16W else.
     """
     h, inner = spec.hidden_size, spec.intermediate_size
     attended = spec.num_q_heads * spec.head_dim
@@ -32,11 +33,10 @@ def forecast(spec: DecoderSpec, options: QuantizeOptions, num_tokens: int) -> Me
     parameters = h * (2 * attended + 2 * kv_size + 3 * inner)
     largest = h * max(attended, inner)
     tokens = num_tokens if options.needs_calibration else 0
-    activations = 2 * tokens * h
-    working = 16 * largest
-    if options.method == "gptq":
-        activations += 2 * tokens * max(attended, inner)
-        working += 32 * max(h, attended, inner) ** 2
-    if options.method == "awq":
-        activations += 2 * min(tokens, options.search_tokens) * (4 * h + attended + inner)
+    inputs = 2 * tokens * max(attended, inner) if options.uses_gptq else 0
+    search = 2 * min(tokens, options.search_tokens) * (4 * h + attended + inner) if options.uses_awq else 0
+    if options.method == "awq-gptq":
+        search += 2 * tokens * h
+    activations = 2 * tokens * h + max(inputs, search)
+    working = 16 * largest + (32 * max(h, attended, inner) ** 2 if options.uses_gptq else 0)
     return MemoryForecast(activations, 4 * parameters, working)

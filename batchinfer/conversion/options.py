@@ -7,9 +7,15 @@ from typing import Any
 
 from batchinfer.errors import UsageError
 
-METHODS = ("awq", "gptq", "rtn", "fp8")
+METHODS = ("awq", "gptq", "awq-gptq", "rtn", "fp8")
 FORMATS = ("awq", "gptq", "compressed-tensors")
-DEFAULT_FORMATS = {"awq": "awq", "gptq": "gptq", "rtn": "compressed-tensors", "fp8": "compressed-tensors"}
+DEFAULT_FORMATS = {
+    "awq": "awq",
+    "gptq": "gptq",
+    "awq-gptq": "awq",
+    "rtn": "compressed-tensors",
+    "fp8": "compressed-tensors",
+}
 _FORMAT_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
 _WORD_BITS = 32
 
@@ -46,8 +52,8 @@ class QuantizeOptions:
         else:
             self._check_integers()
         _require(
-            not self.act_order or self.method == "gptq",
-            f"--act-order: only --method gptq knows it, not {self.method}",
+            not self.act_order or self.uses_gptq,
+            f"--act-order: only --method gptq and awq-gptq know it, not {self.method}",
         )
         _require(
             not self.kv_cache_scales or self.written_format == "compressed-tensors",
@@ -68,8 +74,16 @@ class QuantizeOptions:
         return self.written_format == "gptq" if self.symmetric is None else self.symmetric
 
     @property
+    def uses_gptq(self) -> bool:
+        return self.method in ("gptq", "awq-gptq")
+
+    @property
+    def uses_awq(self) -> bool:
+        return self.method in ("awq", "awq-gptq")
+
+    @property
     def needs_calibration(self) -> bool:
-        return self.method in ("awq", "gptq") or self.kv_cache_scales
+        return self.uses_awq or self.uses_gptq or self.kv_cache_scales
 
     def _check_fp8(self) -> None:
         _require(self.bits in (None, 8), f"--method fp8 --bits {self.bits}: fp8 has 8 bits; leave --bits out")

@@ -61,6 +61,7 @@ def quantize_model(
     state = WorkState(Path(output).expanduser(), _record(job))
     try:
         if state.is_finished:
+            state.clean()  # a kill just after the end may have left layers behind
             report(f"{output} is finished already")
             return
         _quantize_layers(job, state, report)

@@ -64,6 +64,10 @@ class WorkState:
     def finish(self, figures: Mapping[str, Any]) -> None:
         """The last step: from here on the directory is a model."""
         put_json(self.storage, RECORD, {**self._record, **figures})
+        self.clean()
+
+    def clean(self) -> None:
+        """Of a finished job: lets go of the directory and leaves the model alone in it."""
         self.release()
         self.storage.delete_folder(FOLDER)
 

@@ -81,6 +81,7 @@ ALL = [
     {"method": "gptq", "act_order": True},
     {"method": "gptq", "bits": 3, "symmetric": False},
     {"method": "gptq", "format": "awq"},
+    {"method": "awq-gptq"},
     {"method": "gptq", "format": "compressed-tensors", "act_order": True, "kv_cache_scales": True},
     {"method": "rtn", "bits": 8},
     {"method": "rtn", "group_size": -1},
@@ -273,7 +274,7 @@ REFUSED = [
     ({"method": "fp8", "bits": 4}, "fp8 has 8 bits"),
     ({"method": "awq", "kv_cache_scales": True}, "--kv-cache-scales: awq files"),
     ({"method": "gptq", "damp": 0.0}, "--damp 0"),
-    ({"method": "best"}, "--method best: choose one of awq, gptq, rtn, fp8"),
+    ({"method": "best"}, "--method best: choose one of awq, gptq, awq-gptq, rtn, fp8"),
 ]
 
 
@@ -309,6 +310,7 @@ def test_memory_in_closed_form():
     assert gptq.working_bytes == 16 * 4096 * 14_336 + 32 * 14_336**2
     awq = forecast(spec, QuantizeOptions(method="awq"), 65_536)
     assert awq.activation_bytes == 2 * 65_536 * 4096 + 2 * 4096 * (4 * 4096 + 4096 + 14_336)
+    assert forecast(spec, QuantizeOptions(method="awq-gptq"), 65_536) == gptq
     assert forecast(spec, QuantizeOptions(method="rtn"), 0).activation_bytes == 0
 
 
