@@ -25,11 +25,11 @@ __all__ = [
 
 
 def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
-    """weight: [num_outputs, num_inputs], bf16, fp16 or fp32. Symmetric: the largest magnitude of each group of 64
+    """weight: [num_outputs, num_inputs], bf16, fp16 or fp32. Symmetric: the largest magnitude of each group of 192
     inputs of an output becomes 127.
 
-    Before that a Walsh-Hadamard transform, which is orthogonal, rotates each group of weight and activations alike: it
-    leaves products as they are and spreads outliers over their group (QuaRot, arXiv 2404.00456).
+    Before that a Walsh-Hadamard transform, which is orthogonal, rotates each 64 inputs of weight and activations alike:
+    it leaves products as they are and spreads outliers over the 64 (QuaRot, arXiv 2404.00456).
     """
     backend = cpu if cpu.can_run(weight) else reference
     return backend.quantize_weight(weight)
@@ -41,8 +41,8 @@ def quantized_linear(
     """x W^T + b with 8-bit operands, integer sums, and float32 beyond them.
 
     x: [n, num_inputs], bf16, fp16 or fp32; bias: float32 [num_outputs]; out: dense [n, num_outputs] of one of these
-    dtypes, filled and returned; None makes one of x's dtype. Each group of 64 inputs of a row is rotated and quantised
-    by a scale of its own (its largest magnitude / 127), so that a row's result does not depend on other rows.
+    dtypes, filled and returned; None makes one of x's dtype. Each group of 192 inputs of a row is quantised by a scale
+    of its own (its largest magnitude / 127), so that a row's result does not depend on other rows.
     """
     out = _checked_out(x, weight, bias, out)
     backend = cpu if cpu.can_run(x) else reference

@@ -63,6 +63,14 @@ def _run_packed() -> Callable[..., None]:
     return native.function("quantized_linear", "packed_linear", *pointers, c_int64, c_int64, c_int64)
 
 
+@functools.cache
+def has_bf16_products() -> bool:
+    """Whether packed_linear multiplies bf16 by instructions for it; where native code runs at all."""
+    result = c_int64()
+    native.function("quantized_linear", "has_bf16_products", ctypes.POINTER(c_int64))(ctypes.byref(result))
+    return bool(result.value)
+
+
 def can_run(x: torch.Tensor) -> bool:
     return native.can_run("quantized_linear", x)
 

@@ -14,7 +14,7 @@ STEP = 4  # inputs that are unpacked at once; groups are filled up to whole step
 
 
 class Kind(enum.IntEnum):
-    """What a weight's values are; as in packed.h."""
+    """What a weight's values are; as in unpack.h."""
 
     INT4 = 0
     UINT8 = 1

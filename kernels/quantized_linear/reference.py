@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
-from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, QuantizedWeight
+from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, ROTATION, QuantizedWeight
 
 ROWS_AT_ONCE = 2048  # bounds the float32 copies while packing; a multiple of COLUMNS
 TINY = 1e-30 / 8  # a group below this is zero, as the inverse of its scale would overflow
-ZERO = 128  # as in cpu.cpp
+ZERO = 128  # as in int8.h
 
 
 def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
@@ -16,11 +16,11 @@ def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
     for first in range(0, len(weight), ROWS_AT_ONCE):
         rows = weight[first : first + ROWS_AT_ONCE]
         values, scales = quantize(F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS)))
-        groups = scales.shape[1]
         blocks = slice(first // COLUMNS, (first + len(values)) // COLUMNS)
-        packed.values[blocks] = values.view(-1, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4).to(torch.int8)
-        packed.scales[blocks] = scales.view(-1, COLUMNS, groups).transpose(1, 2)
-        packed.offsets[blocks] = values.sum(-1).view(-1, COLUMNS, groups).transpose(1, 2).to(torch.int32) * -ZERO
+        packed.values[blocks] = values.unflatten(1, (-1, 4)).unflatten(0, (-1, COLUMNS)).transpose(1, 2).to(torch.int8)
+        packed.scales[blocks] = scales.unflatten(0, (-1, COLUMNS)).transpose(1, 2)
+        sums = torch.stack([group.sum(1) for group in values.split(GROUP, dim=1)], dim=1)
+        packed.offsets[blocks] = sums.unflatten(0, (-1, COLUMNS)).transpose(1, 2).to(torch.int32) * -ZERO
     return packed
 
 
@@ -29,10 +29,10 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
     values, scales = quantize(x)
     weight_values, weight_scales = weight.rows()
     total = torch.zeros(len(x), weight.num_outputs, device=x.device)
-    for group in range(values.shape[1]):
-        # Sums of 64 products of bytes are below 2^24, so that float32 adds them up exactly.
-        sums = values[:, group] @ weight_values[:, group].to(torch.float32).T
-        total += sums * (scales[:, group, None] * weight_scales[:, group])
+    pairs = zip(values.split(GROUP, dim=1), weight_values.split(GROUP, dim=1), strict=True)
+    for group, (left, right) in enumerate(pairs):
+        # Sums of 192 products of bytes are below 2^24, so that float32 adds them up exactly.
+        total += left @ right.to(torch.float32).T * (scales[:, group, None] * weight_scales[:, group])
     out.copy_(total if bias is None else total + bias)
 
 
@@ -42,22 +42,25 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [n, num_inputs]. Whole numbers from -127 to 127 as float32 [n, groups, GROUP], and their scales [n, groups];
-    a group with NaN or infinity has the scale NaN."""
-    missing = -x.shape[-1] % GROUP
-    rotated = rotate(F.pad(x.to(torch.float32), (0, missing)).unflatten(-1, (-1, GROUP)))
-    most = rotated.abs().amax(-1)
-    inverse = torch.where(most > TINY, 127 / most, 0)
-    values = (rotated * inverse.unsqueeze(-1)).round().nan_to_num()
-    scales = torch.where(most > TINY, most / 127, torch.zeros_like(most))
-    return values, torch.where(rotated.isfinite().all(-1), scales, torch.nan)
+    """x: [n, num_inputs]. Whole numbers from -127 to 127 as float32 [n, inputs], filled up to whole rotations, and their
+    scales [n, groups]; a group with NaN or infinity has the scale NaN."""
+    missing = -x.shape[-1] % ROTATION
+    rotated = rotate(F.pad(x.to(torch.float32), (0, missing)).unflatten(-1, (-1, ROTATION))).flatten(1)
+    values, scales = [], []
+    for group in rotated.split(GROUP, dim=1):
+        most = group.abs().amax(1)
+        inverse = torch.where(most > TINY, 127 / most, 0)
+        values.append((group * inverse.unsqueeze(1)).round().nan_to_num())
+        scale = torch.where(most > TINY, most / 127, 0.0)
+        scales.append(torch.where(group.isfinite().all(1), scale, torch.nan))
+    return torch.cat(values, dim=1), torch.stack(scales, dim=1)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x: float32 [..., GROUP], times 1/8 of the Hadamard matrix; sums go pair by pair, as in cpu.cpp."""
+    """x: float32 [..., ROTATION], times 1/8 of the Hadamard matrix; sums go pair by pair, as in int8.h."""
     shape, distance = x.shape, 1
-    while distance < GROUP:
-        a, b = x.reshape(-1, GROUP // (2 * distance), 2, distance).unbind(2)
+    while distance < ROTATION:
+        a, b = x.reshape(-1, ROTATION // (2 * distance), 2, distance).unbind(2)
         x = torch.stack((a + b, a - b), dim=2)
         distance *= 2
     return x.reshape(shape) * 0.125

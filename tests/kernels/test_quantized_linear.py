@@ -7,7 +7,7 @@ import pytest
 import torch
 from batchinfer.kernels.quantized_linear import cpu, quantize_weight, quantized_linear, reference
 
-GROUP = 64
+ROTATION, GROUP = 64, 192
 SHAPES = [(576, 576), (70, 100), (32, 64), (1, 1), (97, 1536), (2100, 65)]  # outputs, inputs
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BACKENDS = [cpu, reference]
@@ -31,10 +31,17 @@ def hadamard():
 
 
 def rotated_groups(x):
-    """float64 [n, groups, GROUP]"""
+    """float64 [n, groups, GROUP]; what lies beyond the inputs is 0."""
     padded = torch.zeros(len(x), math.ceil(x.shape[1] / GROUP) * GROUP, dtype=torch.float64)
     padded[:, : x.shape[1]] = x
-    return padded.view(len(x), -1, GROUP) @ hadamard()
+    return (padded.view(len(x), -1, ROTATION) @ hadamard()).view(len(x), -1, GROUP)
+
+
+def in_groups(values):
+    """[n, whole rotations] as rotated_groups gives it."""
+    padded = torch.zeros(len(values), math.ceil(values.shape[1] / GROUP) * GROUP, dtype=torch.float64)
+    padded[:, : values.shape[1]] = values
+    return padded.view(len(values), -1, GROUP)
 
 
 def run(backend, x, weight, bias=None, dtype=torch.float32):
@@ -49,11 +56,11 @@ def run(backend, x, weight, bias=None, dtype=torch.float32):
 def test_a_weight_is_rotated_and_rounded_by_group(backend, dtype, shape):
     weight = torch.randn(shape).to(dtype)
     values, scales = backend.quantize_weight(weight).rows()
-    rotated = rotated_groups(weight)
-    assert values.shape == rotated.shape
+    assert values.shape == (shape[0], math.ceil(shape[1] / ROTATION) * ROTATION)
+    rotated, values = rotated_groups(weight), in_groups(values)
     torch.testing.assert_close(scales.double(), rotated.abs().amax(-1) / 127, rtol=1e-5, atol=0)
     assert (values.abs().amax(-1) == 127).all()
-    error = (values.double() * scales.double().unsqueeze(-1) - rotated).abs()
+    error = (values * scales.double().unsqueeze(-1) - rotated).abs()
     assert (error <= 0.5001 * scales.double().unsqueeze(-1)).all()
 
 
@@ -68,15 +75,16 @@ def test_backends_pack_alike():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_offsets_take_back_the_unsigned_bytes(backend):
-    weight = backend.quantize_weight(torch.randn(40, 130))
-    sums = weight.values.to(torch.int64).sum((2, 4))  # [blocks, groups, 32]
+    weight = backend.quantize_weight(torch.randn(40, 200))
+    values = weight.values.to(torch.int64).sum(-1)  # [blocks, inputs / 4, 32]
+    sums = torch.stack((values[:, :48].sum(1), values[:, 48:].sum(1)), dim=1)
     assert torch.equal(weight.offsets.to(torch.int64), -128 * sums)
-    assert weight.nbytes == 64 * 192 + 2 * 4 * 64 * 3
+    assert weight.nbytes == 64 * 256 + 2 * 4 * 64 * 2
 
 
 def test_whole_numbers_go_through_exactly():
     """Weights and activations whose rotations are whole numbers up to 127 have scale 1 and no rounding."""
-    spectra = torch.randint(-126, 127, (9 + 50, 3, GROUP)).double()
+    spectra = torch.randint(-126, 127, (9 + 50, 6, ROTATION)).double()
     spectra[:, :, 5] = 127
     plain = (spectra @ hadamard()).flatten(1).float()
     expected = torch.einsum("mgk,ngk->mn", spectra[:9], spectra[9:])
@@ -96,7 +104,8 @@ def test_the_product_of_the_rounded_operands(backend, dtype, shape):
     # A value at a rounding border may fall to either side in float32: one step of one of the operands.
     x_values = (rotated / x_scales).round()
     borders = ((rotated / x_scales - x_values).abs() > 0.4999).sum((1, 2), keepdim=False)
-    values, scales = (tensor.double() for tensor in weight.rows())
+    values, scales = weight.rows()
+    values, scales = in_groups(values), scales.double()
     expected = torch.einsum("mgk,ngk->mn", x_values * x_scales, values * scales.unsqueeze(-1)) + bias
     step = 127 * x_scales.amax((1, 2)) * scales.amax() * borders
     error = (run(backend, x, weight, bias).double() - expected).abs()

@@ -1,0 +1,76 @@
+"""The form in which a GPU holds a quantised weight, and the numbers it stands for. Made by pack_weight where the weight
+is on a GPU, read by gpu.py."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from batchinfer.kernels.quantized_linear.packed import Kind
+from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
+from torch import Tensor
+
+RUNS = (64, 32)  # inputs that share a scale and are multiplied at once
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWeight:
+    """A weight [num_outputs, num_inputs] in runs of inputs, filled up with zeros to a whole number of them (an even one
+    with 4 bits).
+
+    values: uint8. With 4 bits [num_outputs, inputs / 2]: two runs side by side, the first in the low half of each byte.
+    With 8 bits and fp8 [num_outputs, inputs].
+    scales: float32 [groups, num_outputs], of `group_runs` runs each. zeros, offsets: the same or None: the numbers
+    stand for (value - zero) * scale, or value * scale + offset.
+    permutation: int64 [num_inputs], input that each column meets, or None.
+    """
+
+    kind: Kind
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    offsets: Tensor | None
+    run: int
+    group_runs: int
+    permutation: Tensor | None
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            t.nbytes for t in (self.values, self.scales, self.zeros, self.offsets, self.permutation) if t is not None
+        )
+
+
+def pack_weight(weight: IntegerWeight | Fp8Weight) -> GpuWeight:
+    """Raises ValueError on groups that are no multiple of 32 inputs."""
+    if isinstance(weight, IntegerWeight):
+        values, group, permutation = weight.values, weight.group_size, weight.permutation
+        kind = Kind.INT4 if weight.bits <= 4 else Kind.UINT8
+        scales, zeros, offsets = weight.scales, weight.zeros, weight.offsets
+    else:
+        values, group, permutation = weight.values.view(torch.uint8), weight.block[1], None
+        kind, scales, zeros, offsets = Kind.E4M3, weight.row_scales(), None, None
+    num_outputs, num_inputs = values.shape
+    run = _run_of(group, num_inputs)
+    filled = F.pad(values, (0, -num_inputs % (2 * run)))
+    if kind == Kind.INT4:
+        low, high = filled.view(num_outputs, -1, 2, run).unbind(2)
+        filled = (low | (high << 4)).reshape(num_outputs, -1)
+    return GpuWeight(
+        kind,
+        filled.contiguous(),
+        *(None if x is None else x.to(torch.float32).T.contiguous() for x in (scales, zeros, offsets)),
+        run,
+        -(-group // run),
+        permutation,
+        num_outputs,
+        num_inputs,
+    )
+
+
+def _run_of(group: int, num_inputs: int) -> int:
+    for run in RUNS:
+        if group % run == 0 or group == num_inputs:
+            return run
+    raise ValueError(f"group_size = {group}: on a GPU it must be a multiple of {RUNS[-1]}, or all inputs")
