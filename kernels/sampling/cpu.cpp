@@ -49,7 +49,7 @@ bool sample_row(const Arguments& a, int64_t r, int64_t* token_id) {
     bool is_changed = a.changes.has(r);
     if (a.temperature[r] == 0 && !is_changed) return choose<Format>(logits, a.n, token_id);
     thread_local Row row;
-    thread_local Candidates candidates;
+    thread_local Filters filters;
     if (!row.load<Format>(logits, a.n)) return false;
     if (is_changed && !row.change(a.changes, r)) return false;
     if (a.temperature[r] == 0) {
@@ -57,7 +57,7 @@ bool sample_row(const Arguments& a, int64_t r, int64_t* token_id) {
         return true;
     }
     row.scale(a.temperature[r]);
-    float cut = filter_cut(row, a.n, a.min_p[r], a.top_k[r], a.top_p[r], candidates);
+    float cut = filters.cut(row, a.n, a.min_p[r], a.top_k[r], a.top_p[r]);
     *token_id = Draw(row, cut, a.noise_keys[r], uint32_t(a.positions[r])).token();
     return true;
 }

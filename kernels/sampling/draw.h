@@ -119,14 +119,7 @@ class Draw {
     static bool any_below(const Words (&words)[4], uint64_t limit) {
         if (limit >> 32) return true;
         Words bound = Words{} + uint32_t(limit);
-        IntVec below = (words[0] < bound) | (words[1] < bound) | (words[2] < bound) | (words[3] < bound);
-#if defined(__AVX512F__) && defined(__AVX512DQ__)
-        return _mm512_movepi32_mask((__m512i)below) != 0;
-#else
-        int32_t any = 0;
-        for (int j = 0; j < LANES; j++) any |= below[j];
-        return any != 0;
-#endif
+        return any_lane((words[0] < bound) | (words[1] < bound) | (words[2] < bound) | (words[3] < bound));
     }
 
     // Token t takes word t % 4 of counter t / 4.

@@ -10,6 +10,16 @@ namespace batchinfer {
 constexpr int64_t STEP = 4 * LANES;  // tokens that are scaled, pruned and drawn at once
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
+inline bool any_lane(IntVec mask) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#else
+    int32_t any = 0;
+    for (int j = 0; j < LANES; j++) any |= mask[j];
+    return any != 0;
+#endif
+}
+
 // The tokens of each row: those of row r at offsets[r] to offsets[r + 1]. Null offsets: no row has any.
 struct RowTokens {
     const int64_t *offsets, *token_ids;

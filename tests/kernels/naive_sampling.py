@@ -7,7 +7,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Wishes:
-    """What one row asks for; output_counts: of every token of its prompt or output. Biased and penalised logits are kept
+    """What one row asks for; output_counts: of each token of its prompt or output. Biased and penalised logits are kept
     within 1e30, -inf included."""
 
     temperature: float = 1.0
