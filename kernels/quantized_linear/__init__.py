@@ -7,15 +7,18 @@ the activations' format.
 
 import torch
 from batchinfer.kernels.quantized_linear import cpu, packed, reference
+from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight, concatenate
 from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
 
 __all__ = [
     "Fp8Weight",
+    "GpuWeight",
     "IntegerWeight",
     "PackedWeight",
     "QuantizedWeight",
+    "can_pack_bf16",
     "concatenate",
     "pack_weight",
     "packed_linear",
@@ -50,14 +53,25 @@ def quantized_linear(
     return out
 
 
-def pack_weight(weight: IntegerWeight | Fp8Weight | torch.Tensor) -> PackedWeight:
-    """The form that packed_linear reads: 2 numbers a byte up to 4 bits, one a byte with 8 bits and fp8, and two bytes a
-    number from a bf16 tensor [N, K], which loses nothing either."""
+def can_pack_bf16(weight: torch.Tensor) -> bool:
+    """Whether packed_linear multiplies this weight, as it is, by instructions for bf16: no slower than torch's product,
+    and with float32 results where they are asked for."""
+    return weight.dtype == torch.bfloat16 and cpu.can_run(weight) and cpu.has_bf16_products()
+
+
+def pack_weight(weight: IntegerWeight | Fp8Weight | torch.Tensor) -> PackedWeight | GpuWeight:
+    """The form that packed_linear reads, where the weight is: 2 numbers a byte up to 4 bits, one a byte with 8 bits and
+    fp8, and two bytes a number from a bf16 tensor [N, K], which loses nothing either. Raises ValueError on groups of
+    other than whole 32 inputs on a GPU."""
+    if not isinstance(weight, torch.Tensor) and weight.values.is_cuda:
+        from batchinfer.kernels.quantized_linear import gpu  # here, as it brings Triton
+
+        return gpu.pack_weight(weight)
     return packed.pack_weight(weight)
 
 
 def packed_linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor, weight: PackedWeight | GpuWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x W^T + b with W as the checkpoint means it, rounded from float32 to x's dtype; products and sums are float32.
 
@@ -66,13 +80,21 @@ def packed_linear(
     how many there are, where the native code runs.
     """
     out = _checked_out(x, weight, bias, out)
+    if isinstance(weight, GpuWeight):
+        from batchinfer.kernels.quantized_linear import gpu  # here, as it brings Triton
+
+        gpu.packed_linear(x, weight, bias, out)
+        return out
     backend = cpu if cpu.can_run(x) else reference
     backend.packed_linear(x, weight, bias, out)
     return out
 
 
 def _checked_out(
-    x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None, out: torch.Tensor | None
+    x: torch.Tensor,
+    weight: QuantizedWeight | PackedWeight | GpuWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     if x.ndim != 2 or x.shape[1] != weight.num_inputs:
         raise ValueError(f"x {tuple(x.shape)} does not fit a weight of {weight.num_inputs} inputs")

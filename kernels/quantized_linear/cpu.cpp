@@ -39,3 +39,12 @@ extern "C" void packed_linear(const void* x, int64_t num_rows, const batchinfer:
     run_packed<FloatProducts<Bf16>>(x, num_rows, w, out, out_format, threads);
 #endif
 }
+
+// Whether packed_linear multiplies bf16 by instructions for it.
+extern "C" void has_bf16_products(int64_t* result) {
+#if defined(BATCHINFER_BF16_PANELS)
+    *result = 1;
+#else
+    *result = 0;
+#endif
+}

@@ -42,8 +42,8 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [n, num_inputs]. Whole numbers from -127 to 127 as float32 [n, inputs], filled up to whole rotations, and their
-    scales [n, groups]; a group with NaN or infinity has the scale NaN."""
+    """x: [n, num_inputs]. Whole numbers from -127 to 127 as float32 [n, inputs], filled up to whole rotations, and
+    their scales [n, groups]; a group with NaN or infinity has the scale NaN."""
     missing = -x.shape[-1] % ROTATION
     rotated = rotate(F.pad(x.to(torch.float32), (0, missing)).unflatten(-1, (-1, ROTATION))).flatten(1)
     values, scales = [], []

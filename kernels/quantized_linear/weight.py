@@ -11,8 +11,8 @@ COLUMNS = 32  # outputs in a block of the packed form
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [num_outputs, num_inputs] rotated by ROTATION inputs, scaled by groups of GROUP, the last of which may be
-    shorter, and rounded; outputs and inputs are filled up with zeros to whole blocks and rotations.
+    """A weight [num_outputs, num_inputs] rotated by ROTATION inputs, scaled by groups of GROUP, the last of which may
+    be shorter, and rounded; outputs and inputs are filled up with zeros to whole blocks and rotations.
 
     values: int8 [blocks, inputs / 4, COLUMNS, 4], from -127 to 127; scales: float32 [blocks, groups, COLUMNS];
     offsets: int32 [blocks, groups, COLUMNS], -128 times the sum of a group's values, which takes back what bytes gain

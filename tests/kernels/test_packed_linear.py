@@ -2,10 +2,19 @@
 against plain arithmetic, rows that do not depend on each other, and faults that stay visible."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
-from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight, cpu, pack_weight, packed_linear, reference
+from batchinfer.kernels.quantized_linear import (
+    Fp8Weight,
+    IntegerWeight,
+    can_pack_bf16,
+    cpu,
+    pack_weight,
+    packed_linear,
+    reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # outputs, inputs, group size
@@ -70,6 +79,16 @@ def test_what_a_packed_weight_takes_in_memory():
 def test_only_bf16_is_packed_as_it_is():
     with pytest.raises(ValueError, match="must be bf16"):
         pack_weight(torch.randn(4, 4))
+
+
+def test_bf16_is_worth_packing_where_the_processor_multiplies_it():
+    instructions = {"avx512_bf16", "avx512bw"}
+    cpu_info = Path("/proc/cpuinfo")
+    flags = set(cpu_info.read_text().split()) if cpu_info.exists() else set()
+    weight = torch.zeros(2, 2)
+    assert can_pack_bf16(weight.bfloat16()) == (instructions <= flags)
+    assert not can_pack_bf16(weight)
+    assert not can_pack_bf16(weight.half())
 
 
 def plain(x, exact, bias):
