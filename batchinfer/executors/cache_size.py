@@ -95,6 +95,7 @@ def describe(size: CacheSize, cache: KVCacheSpec, max_num_seqs: int) -> list[str
 
 
 def _precision(cache: KVCacheSpec) -> str:
-    """ "fp8", or "fp8 (2 of 30 layers bf16)"."""
+    """ "fp8", or "fp8 by the checkpoint's scales (2 of 30 layers bf16)"."""
     wide = len(cache.wide_layers)
-    return f"{cache.dtype} ({wide} of {cache.num_layers} layers {cache.wide_dtype})" if wide else cache.dtype
+    layers = f" ({wide} of {cache.num_layers} layers {cache.wide_dtype})" if wide else ""
+    return cache.dtype + (" by the checkpoint's scales" if cache.static_scales else "") + layers

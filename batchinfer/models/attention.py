@@ -37,6 +37,7 @@ class Attention:
         output: Projection,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
+        *,
         kv_scales: KVScales | None = None,
     ) -> None:
         self._spec = spec
