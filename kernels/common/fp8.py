@@ -41,3 +41,33 @@ def decode_finite(codes: torch.Tensor) -> torch.Tensor:
         bits <<= 8
         return bits.view(torch.float16).to(torch.float32)
     return codes.to(torch.float32)
+
+
+def is_per_token(scale: torch.Tensor | None) -> bool:
+    """Whether a scale is one of a token and head, not a static one."""
+    return scale is not None and scale.dim() == 3
+
+
+def a_head(scale: torch.Tensor | None, num_kv_heads: int) -> torch.Tensor | None:
+    """A static scale as a dense [num_kv_heads]; others as they are."""
+    if scale is None or is_per_token(scale):
+        return scale
+    return scale.expand(num_kv_heads).contiguous()
+
+
+def check_scales(cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> None:
+    """Raises ValueError unless both scales are absent, both are float32 [num_blocks, num_kv_heads, block_size], or both
+    are static: float32 [num_kv_heads] or [1]. A cache of 16 or 32 bits takes none; int8 needs them."""
+    num_blocks, num_kv_heads, block_size, _ = cache.shape
+    fitting = ((num_blocks, num_kv_heads, block_size), (num_kv_heads,), (1,))
+    for scale in (k_scale, v_scale):
+        if scale is None:
+            continue
+        if cache.dtype not in STORAGE_MAX:
+            raise ValueError(f"a {cache.dtype} cache takes no scales")
+        if tuple(scale.shape) not in fitting or scale.dtype != torch.float32:
+            raise ValueError(f"{scale.dtype} scales {tuple(scale.shape)} do not fit the cache {tuple(cache.shape)}")
+    if (k_scale is None) != (v_scale is None) or is_per_token(k_scale) != is_per_token(v_scale):
+        raise ValueError("k_scale and v_scale must be of one kind: none, static, or a token and head")
+    if k_scale is None and cache.dtype == torch.int8:
+        raise ValueError("an int8 cache needs scales")

@@ -4,7 +4,7 @@ attention layer before paged_attention."""
 from types import ModuleType
 
 import torch
-from batchinfer.kernels.common.fp8 import STORAGE_MAX
+from batchinfer.kernels.common.fp8 import check_scales, is_per_token
 from batchinfer.kernels.kv_store import cpu, reference
 from batchinfer.kernels.rotary import check_rotary
 
@@ -26,13 +26,15 @@ def kv_store(
     slot_mapping: int64 [num_tokens], block * block_size + offset; non-negative slots are distinct.
     k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], written in place: of each token and
         head, the absmax / 127 for int8; for float8 the scale with the least squared error among absmax / (448 or 57344)
-        times 2^(i / 8), i = 0 ... 7. None: 8-bit values are stored at scale 1, saturating. int8 needs scales.
+        times 2^(i / 8), i = 0 ... 7. Or static ones, float32 [num_kv_heads] or [1], which are read: values are divided
+        by them and saturate. None: as static ones of 1. int8 needs scales.
 
-    A NaN stays NaN: in the code of a float format, and in the scale. Raises ValueError on shapes that do not fit.
+    A NaN stays NaN: in the code of a float format, and in the scale of a token (int8 with a static scale makes it 0).
+    Raises ValueError on shapes that do not fit.
     """
-    _check(k, k_cache, slot_mapping, k_scale)
-    _check(v, v_cache, slot_mapping, v_scale)
-    backend = _backend(k, v, k_cache)
+    _check(k, v, k_cache, v_cache, slot_mapping)
+    check_scales(k_cache, k_scale, v_scale)
+    backend = _backend(k, v, k_cache, k_scale)
     backend.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -53,29 +55,36 @@ def rotary_kv_store(
     Arguments as theirs. Returns the rotated q, a new contiguous tensor. Raises ValueError on shapes that do not fit.
     """
     check_rotary(q, k, positions, cos_sin_cache)
-    _check(k, k_cache, slot_mapping, k_scale)
-    _check(v, v_cache, slot_mapping, v_scale)
-    backend = _backend(k, v, k_cache, has_native_form=q.dtype == k.dtype)
+    _check(k, v, k_cache, v_cache, slot_mapping)
+    check_scales(k_cache, k_scale, v_scale)
+    backend = _backend(k, v, k_cache, k_scale, has_native_form=q.dtype == k.dtype)
     return backend.rotary_kv_store(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
-def _backend(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, has_native_form: bool = True) -> ModuleType:
-    if k.is_cuda:
+def _backend(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    has_native_form: bool = True,
+) -> ModuleType:
+    if k.is_cuda and (k_scale is None or is_per_token(k_scale)):
         from batchinfer.kernels.kv_store import gpu  # here, as it brings Triton
 
         return gpu
     return cpu if has_native_form and cpu.can_run(k, v, k_cache) else reference
 
 
-def _check(values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> None:
-    _, num_kv_heads, _, head_dim = cache.shape
-    if values.shape != (slots.shape[0], num_kv_heads, head_dim):
-        raise ValueError(
-            f"values {tuple(values.shape)} do not fit {slots.shape[0]} slots of cache {tuple(cache.shape)}"
-        )
-    if not cache.is_contiguous():
-        raise ValueError("the cache must be contiguous")
-    if scale is not None and (scale.shape != cache.shape[:-1] or cache.dtype not in STORAGE_MAX):
-        raise ValueError(f"scales {tuple(scale.shape)} do not fit a {cache.dtype} cache {tuple(cache.shape)}")
-    if scale is None and cache.dtype == torch.int8:
-        raise ValueError("an int8 cache needs scales")
+def _check(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
+        raise ValueError("k_cache and v_cache must be of one shape and dtype")
+    _, num_kv_heads, _, head_dim = k_cache.shape
+    for values, cache in ((k, k_cache), (v, v_cache)):
+        if values.shape != (slots.shape[0], num_kv_heads, head_dim):
+            raise ValueError(
+                f"values {tuple(values.shape)} do not fit {slots.shape[0]} slots of cache {tuple(cache.shape)}"
+            )
+        if not cache.is_contiguous():
+            raise ValueError("the cache must be contiguous")

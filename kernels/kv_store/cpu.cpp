@@ -6,7 +6,8 @@ namespace batchinfer {
 namespace {
 
 // Keys or values: [num_tokens, num_kv_heads, head_dim], the last dimension dense, strides in elements; cache:
-// [num_blocks, num_kv_heads, block_size, head_dim], dense; scale: [num_blocks, num_kv_heads, block_size] or null.
+// [num_blocks, num_kv_heads, block_size, head_dim], dense; scale: [num_blocks, num_kv_heads, block_size], to be written,
+// or static [num_kv_heads], or null.
 struct Side {
     const void* values;
     void* cache;
@@ -27,7 +28,9 @@ struct Problem {
     Side k, v;
     const int64_t* slots;  // [num_tokens]
     int64_t num_tokens, num_kv_heads, head_dim, block_size;
-    int64_t format, cache_format, threads;
+    int64_t format, cache_format;
+    int64_t scales_per_token;  // whether the scales are of the first shape
+    int64_t threads;
 };
 
 template <class Format>
@@ -83,20 +86,28 @@ float best_scale(const float* values, int64_t n, float least) {
     return best;
 }
 
-// Divides by the scale where there is one, saturates and rounds. Returns through `scale` what decodes the codes.
+// What a vector is divided by so that the format holds its values well; NaN where there is one.
 // values: with room for whole vectors.
 template <class Format>
-void encode(float* values, int64_t n, float* scale, typename Format::Storage* to) {
+float divisor_of(float* values, int64_t n) {
+    constexpr float LEAST = std::numeric_limits<float>::min();
+    float highest = absmax(values, n) / largest<Format>(), divisor = highest < LEAST ? LEAST : highest;
+    if constexpr (!std::is_same<Format, Int8>::value) {
+        std::fill(values + n, values + whole_vectors(n), 0.0f);
+        divisor = best_scale<Format>(values, n, divisor);
+    }
+    return divisor;
+}
+
+// Divides by the scale where there is one, saturates and rounds. A token's scale is chosen and returned through
+// `scale`, a static one is read. values: with room for whole vectors.
+template <class Format>
+void encode(float* values, int64_t n, float* scale, bool is_per_token, typename Format::Storage* to) {
     if constexpr (sizeof(typename Format::Storage) == 1) {
         constexpr float LIMIT = largest<Format>();
         if (scale) {
-            float highest = absmax(values, n) / LIMIT;
-            float divisor = highest < std::numeric_limits<float>::min() ? std::numeric_limits<float>::min() : highest;
-            if constexpr (!std::is_same<Format, Int8>::value) {
-                std::fill(values + n, values + whole_vectors(n), 0.0f);
-                divisor = best_scale<Format>(values, n, divisor);
-            }
-            *scale = divisor;
+            if (is_per_token) *scale = divisor_of<Format>(values, n);
+            float divisor = *scale;
             for (int64_t i = 0; i < n; i++) values[i] /= divisor;
         }
         for (int64_t i = 0; i < n; i++) {
@@ -115,8 +126,9 @@ void store_head(const Problem& p, const Side& side, const typename Format::Stora
     if constexpr (std::is_same<Format, CacheFormat>::value) {
         std::copy_n(from, p.head_dim, to);
     } else {
+        float* scale = side.scale ? side.scale + (p.scales_per_token ? row : head) : nullptr;
         load_row<Format>(from, scratch, p.head_dim);
-        encode<CacheFormat>(scratch, p.head_dim, side.scale ? side.scale + row : nullptr, to);
+        encode<CacheFormat>(scratch, p.head_dim, scale, p.scales_per_token, to);
     }
 }
 

@@ -7,6 +7,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 from batchinfer.kernels.common import native
+from batchinfer.kernels.common.fp8 import a_head, is_per_token
 from batchinfer.kernels.common.native import address
 
 
@@ -29,7 +30,7 @@ class Problem(ctypes.Structure):
         ("v", Side),
         ("slots", c_void_p),
         *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim", "block_size")),
-        *((name, c_int64) for name in ("format", "cache_format", "threads")),
+        *((name, c_int64) for name in ("format", "cache_format", "scales_per_token", "threads")),
     )
 
 
@@ -65,6 +66,7 @@ def kv_store(
 ) -> None:
     """See the package's `kv_store`."""
     k, v, slots = native.dense_rows(k), native.dense_rows(v), slot_mapping.to(torch.int64).contiguous()
+    k_scale, v_scale = (a_head(scale, k.shape[1]) for scale in (k_scale, v_scale))
     _run()(ctypes.byref(_problem(k, v, k_cache, v_cache, slots, k_scale, v_scale)))
 
 
@@ -89,6 +91,7 @@ def rotary_kv_store(
         *(q.data_ptr(), out.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr()),
         *(q.shape[1], *q.stride()[:2], cos_sin_cache.shape[-1]),
     )
+    k_scale, v_scale = (a_head(scale, k.shape[1]) for scale in (k_scale, v_scale))
     problem = _problem(k, v, k_cache, v_cache, slots, k_scale, v_scale)
     _run_rotary()(ctypes.byref(problem), ctypes.byref(rotation))
     return out
@@ -107,5 +110,6 @@ def _problem(
     return Problem(
         *(Side.of(k, k_cache, k_scale), Side.of(v, v_cache, v_scale), slots.data_ptr()),
         *(*k.shape, k_cache.shape[2]),
-        *(native.FORMATS[k.dtype], native.FORMATS[k_cache.dtype], torch.get_num_threads()),
+        *(native.FORMATS[k.dtype], native.FORMATS[k_cache.dtype]),
+        *(is_per_token(k_scale), torch.get_num_threads()),
     )

@@ -1,7 +1,7 @@
 """Plain torch specification of kv_store."""
 
 import torch
-from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode
+from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode, is_per_token
 from batchinfer.kernels.rotary import reference as rotary_reference
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -52,9 +52,11 @@ def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None
     if cache.dtype in STORAGE_MAX:
         values = values.to(torch.float32)
         if scale is not None:
-            token_scale = _scale(values, cache.dtype)
-            scale.view(-1)[rows] = token_scale.flatten()
-            values = values / token_scale[..., None]
+            divisor = scale
+            if is_per_token(scale):
+                divisor = _scale(values, cache.dtype)
+                scale.view(-1)[rows] = divisor.flatten()
+            values = values / divisor[..., None]
         values = encode(values, cache.dtype)
     else:
         values = values.to(cache.dtype)

@@ -1,8 +1,9 @@
 """Causal attention of new tokens over the paged KV cache. Called by each attention layer after kv_store."""
 
 import torch
-from batchinfer.kernels.common.fp8 import STORAGE_MAX
+from batchinfer.kernels.common.fp8 import check_scales
 from batchinfer.kernels.paged_attention import cpu, reference
+from batchinfer.kernels.paged_attention.variant import Variant
 
 
 def paged_attention(
@@ -16,6 +17,8 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v, where query j of a sequence stands at position seq_len - q_len + j and sees the keys
     at positions up to its own (the last `sliding_window` of them, its own included, where that is given).
@@ -26,24 +29,21 @@ def paged_attention(
     block_table: int32 [num_seqs, max_blocks]; entries beyond a sequence's length are not read.
     cu_seqlens_q: int32 [num_seqs + 1], first token of each sequence in q, then num_tokens.
     seq_lens: int32 [num_seqs], length of each context, new tokens included.
-    k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], factors of the stored vectors.
+    k_scale, v_scale: factors of the stored vectors of an 8-bit cache, float32: [num_blocks, num_kv_heads, block_size],
+        or static ones, [num_kv_heads] or [1].
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap) before the softmax (Gemma 2, arXiv 2408.00118).
+    sinks: float32 [num_q_heads], a score of each head that joins the softmax's sum and carries no value (gpt-oss).
     Returns [num_tokens, num_q_heads, head_dim] in q's dtype.
 
     A token's result depends on its own sequence alone, and neither on the block size nor on how the sequence was cut
     into chunks. Raises ValueError on shapes that do not fit.
     """
     _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
-    for cache_scale in (k_scale, v_scale):
-        if cache_scale is not None and cache_scale.shape != k_cache.shape[:-1]:
-            raise ValueError(f"scales {tuple(cache_scale.shape)} do not fit the cache {tuple(k_cache.shape)}")
-    if k_cache.dtype not in STORAGE_MAX and (k_scale is not None or v_scale is not None):
-        raise ValueError(f"a {k_cache.dtype} cache takes no scales")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window = {sliding_window}: must be 1 or more")
+    check_scales(k_cache, k_scale, v_scale)
+    variant = Variant(scale, sliding_window, soft_cap, sinks)
+    variant.validate(q.shape[1])
     backend = cpu if cpu.can_run(q, k_cache) else reference
-    return backend.paged_attention(
-        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, scale, k_scale, v_scale, sliding_window
-    )
+    return backend.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, variant)
 
 
 def _check(
@@ -55,8 +55,10 @@ def _check(
     seq_lens: torch.Tensor,
 ) -> None:
     _, num_kv_heads, _, head_dim = k_cache.shape
-    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous and of one shape")
+    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
+        raise ValueError("k_cache and v_cache must be of one shape and dtype")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
     if q.shape[-1] != head_dim or q.shape[1] % num_kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit the cache {tuple(k_cache.shape)}")
     num_seqs = seq_lens.shape[0]

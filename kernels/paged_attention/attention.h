@@ -1,4 +1,4 @@
-// What the parts of native paged attention share: the call's arguments and the layout of a chunk of keys.
+// What the parts of native paged attention share: the call's arguments and the shape of a product.
 #pragma once
 
 #include "../common/native.h"
@@ -8,7 +8,8 @@ namespace batchinfer {
 constexpr int CHUNK = 64;          // keys that are laid out and multiplied at once; chunks start at multiples of it
 constexpr int GROUP = 16;          // keys that are laid out at a time
 constexpr int64_t SPAN = 8 * CHUNK;  // keys that share one running softmax; spans start at multiples of it
-constexpr int64_t TILE_ROWS = 96;  // most rows (queries x query heads of one KV head) of a tile, where a query has fewer
+constexpr int64_t TILE_ROWS = 192;  // most rows (queries x query heads of one KV head) of a tile, where a query has fewer
+constexpr float LOG2_E = 1.44269504f;
 
 inline int64_t bytes_of(int64_t format) { return format == FP32 ? 4 : format == BF16 || format == FP16 ? 2 : 1; }
 
@@ -20,25 +21,27 @@ struct Problem {
     void* out;                   // [num_tokens, num_q_heads, head_dim], dense, in q's format
     const char* k_cache;         // [num_blocks, num_kv_heads, block_size, head_dim], dense
     const char* v_cache;         // same
-    const float* k_scale;        // [num_blocks, num_kv_heads, block_size] or null
+    const float* k_scale;        // [num_blocks, num_kv_heads, block_size], or [num_kv_heads], or null
     const float* v_scale;        // same
+    const float* sinks;          // [num_q_heads] or null
     const int32_t* block_table;  // [num_seqs, max_blocks]
     const int32_t* cu_seqlens_q;  // [num_seqs + 1]
     const int32_t* seq_lens;     // [num_seqs]
     int64_t q_token_stride, q_head_stride;  // elements
     int64_t num_seqs, max_blocks, num_q_heads, num_kv_heads, head_dim, block_size;
     int64_t q_format, cache_format;  // DType
+    int64_t scales_per_token;    // whether the scales are of the first shape
     int64_t sliding_window;      // 0: none
     int64_t threads;
     double scale;
+    double soft_cap;             // 0: none
 
     int64_t heads_per_kv() const { return num_q_heads / num_kv_heads; }
-};
-
-// Where the keys and values of a chunk lie; places outside of the sequence or of every query's sight point to zeros.
-struct Chunk {
-    const char *keys[CHUNK], *values[CHUNK];
-    float key_scales[CHUNK], value_scales[CHUNK];
+    int64_t row_bytes() const { return head_dim * bytes_of(cache_format); }
+    const float* key_scales() const { return scales_per_token ? k_scale : nullptr; }
+    const float* value_scales() const { return scales_per_token ? v_scale : nullptr; }
+    float static_key_scale(int64_t kv_head) const { return k_scale && !scales_per_token ? k_scale[kv_head] : 1.0f; }
+    float static_value_scale(int64_t kv_head) const { return v_scale && !scales_per_token ? v_scale[kv_head] : 1.0f; }
 };
 
 // c[rows, n] = c * decay (per row; 0 where null) + a[rows, steps] b[steps, n]. Strides in elements.
@@ -54,41 +57,26 @@ struct Product {
     const float* decay;
 };
 
-#if defined(__AVX512F__)
-inline uint64_t lane_mask(int64_t left, int lanes) {
-    return left >= 64 ? ~uint64_t(0) : (uint64_t(1) << std::min<int64_t>(left, lanes)) - 1;
+// Splits a product into blocks of rows and groups of 16 columns that fit the registers.
+template <class Math, int ROWS, int GROUPS>
+void multiply_block(int64_t rows, int64_t groups, const Product<typename Math::Element>& p) {
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return multiply_block<Math, ROWS - 1, GROUPS>(rows, groups, p);
+    }
+    if constexpr (GROUPS > 1) {
+        if (groups < GROUPS) return multiply_block<Math, ROWS, GROUPS - 1>(rows, groups, p);
+    }
+    Math::template multiply<ROWS, GROUPS>(p);
 }
 
-// Transposes 16 x 16 dwords.
-inline void transpose16(__m512i (&v)[16]) {
-    __m512i t[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        v[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        v[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        v[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        v[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+// At most Math::MAX_ROWS rows.
+template <class Math>
+void multiply_rows(int64_t rows, int64_t groups, const Product<typename Math::Element>& p) {
+    for (int64_t g = 0; g < groups; g += Math::MAX_GROUPS) {
+        Product<typename Math::Element> block = p;
+        block.b += g * 16, block.c += g * 16;
+        multiply_block<Math, Math::MAX_ROWS, Math::MAX_GROUPS>(rows, groups - g, block);
     }
 }
-#endif
 
 }  // namespace batchinfer

@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "attention.h"
 #include "products_bf16.h"
 #include "products_float.h"
 #include "tile.h"
@@ -83,7 +82,7 @@ class Batch {
     }
 
     Place first_place(const Item& item) const {
-        return Place::of(tiles_[size_t(item.tile)], item.kv_head, item.first_span);
+        return tiles_[size_t(item.tile)].place(item.kv_head, item.first_span);
     }
 
     void run_item(const Item& item, const Item& next) {

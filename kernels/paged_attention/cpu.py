@@ -6,20 +6,22 @@ from collections.abc import Callable
 
 import torch
 from batchinfer.kernels.common import native
+from batchinfer.kernels.common.fp8 import a_head, is_per_token
 from batchinfer.kernels.common.native import address
+from batchinfer.kernels.paged_attention.variant import Variant
 
 
 class Problem(ctypes.Structure):
     """As in attention.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "out", "k_cache", "v_cache", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("q", "out", "k_cache", "v_cache", "k_scale", "v_scale", "sinks")),
         *((name, ctypes.c_void_p) for name in ("block_table", "cu_seqlens_q", "seq_lens")),
         *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "max_blocks", "num_q_heads", "num_kv_heads")),
         *((name, ctypes.c_int64) for name in ("head_dim", "block_size", "q_format", "cache_format")),
-        *((name, ctypes.c_int64) for name in ("sliding_window", "threads")),
-        ("scale", ctypes.c_double),
+        *((name, ctypes.c_int64) for name in ("scales_per_token", "sliding_window", "threads")),
+        *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
     )
 
 
@@ -39,10 +41,9 @@ def paged_attention(
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
-    scale: float,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    sliding_window: int | None,
+    variant: Variant,
 ) -> torch.Tensor:
     """See the package's `paged_attention`."""
     q = native.dense_rows(q)
@@ -53,13 +54,15 @@ def paged_attention(
     _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_seqs, max_blocks = block_table.shape
+    k_scale, v_scale = a_head(k_scale, num_kv_heads), a_head(v_scale, num_kv_heads)
+    sinks = None if variant.sinks is None else variant.sinks.contiguous()
     problem = Problem(
-        *map(address, (q, out, k_cache, v_cache, k_scale, v_scale, block_table, cu_seqlens_q, seq_lens)),
+        *map(address, (q, out, k_cache, v_cache, k_scale, v_scale, sinks, block_table, cu_seqlens_q, seq_lens)),
         *q.stride()[:2],
         *(num_seqs, max_blocks, num_q_heads, num_kv_heads, head_dim, block_size),
         *(native.FORMATS[q.dtype], native.FORMATS[k_cache.dtype]),
-        *(sliding_window or 0, torch.get_num_threads()),
-        scale,
+        *(is_per_token(k_scale), variant.sliding_window or 0, torch.get_num_threads()),
+        *(variant.scale, variant.soft_cap or 0.0),
     )
     _run()(ctypes.byref(problem))
     return out

@@ -1,146 +1,40 @@
-// Products of attention in bf16 with float32 sums (vdpbf16ps), for bf16 queries over bf16 and 8-bit caches. Keys and
-// values are decoded and laid out in pairs of the summed dimension, straight from the cache's blocks.
+// Products of attention in bf16 with float32 sums (vdpbf16ps).
 #pragma once
 
-#include "attention.h"
+#include "chunk.h"
+#include "codes_bf16.h"
+#include "softmax.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__) && defined(__AVX512BW__)
-#define BATCHINFER_BF16_PRODUCTS 1
+#if BATCHINFER_BF16_PRODUCTS
 
 namespace batchinfer {
-
-// Cache of bf16.
-struct Bf16Codes {
-    // to[head_dim / 2, CHUNK]: pairs of dimensions of 16 keys
-    static void pack_keys(const char* const* rows, int64_t head_dim, uint32_t* to) {
-        for (int64_t d = 0; d < head_dim; d += 32) {
-            __mmask32 mask = lane_mask(head_dim - d, 32);
-            __m512i v[16];
-            for (int j = 0; j < 16; j++) v[j] = _mm512_maskz_loadu_epi16(mask, rows[j] + 2 * d);
-            transpose16(v);
-            for (int j = 0; j < 16; j++) _mm512_storeu_si512(to + (d / 2 + j) * CHUNK, v[j]);
-        }
-    }
-
-    // to[head_dim]: the values of two keys side by side
-    static void pack_values(const char* first, const char* second, int64_t head_dim, uint32_t* to) {
-        const __m512i low = pair_words(0), high = pair_words(16);
-        for (int64_t d = 0; d < head_dim; d += 32) {
-            __mmask32 mask = lane_mask(head_dim - d, 32);
-            __m512i a = _mm512_maskz_loadu_epi16(mask, first + 2 * d);
-            __m512i b = _mm512_maskz_loadu_epi16(mask, second + 2 * d);
-            _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
-            _mm512_storeu_si512(to + d + 16, _mm512_permutex2var_epi16(a, high, b));
-        }
-    }
-
-   private:
-    // Word indices that lay words first.. of two vectors in turn.
-    static __m512i pair_words(int first) {
-        alignas(64) uint16_t index[32];
-        for (int i = 0; i < 16; i++) index[2 * i] = uint16_t(first + i), index[2 * i + 1] = uint16_t(32 + first + i);
-        return _mm512_load_si512(index);
-    }
-};
-
-// Cache of one byte a value: a table of 128 magnitudes gives both bytes of the bf16, bit 7 is the sign.
-template <class Format>
-struct ByteCodes {
-    static void pack_keys(const char* const* rows, int64_t head_dim, uint32_t* to) {
-        const Table table;
-        const __m512i low = pair_bytes(0), high = pair_bytes(2);
-        for (int64_t d = 0; d < head_dim; d += 64) {
-            __mmask64 mask = lane_mask(head_dim - d, 64);
-            __m512i v[16];
-            for (int j = 0; j < 16; j++) v[j] = _mm512_maskz_loadu_epi8(mask, rows[j] + d);
-            transpose16(v);
-            for (int j = 0; j < 16; j++) {
-                __m512i first = table.low_bytes(v[j]), second = table.high_bytes(v[j]);
-                uint32_t* pair = to + (d / 2 + 2 * j) * CHUNK;
-                _mm512_storeu_si512(pair, _mm512_permutex2var_epi8(first, low, second));
-                _mm512_storeu_si512(pair + CHUNK, _mm512_permutex2var_epi8(first, high, second));
-            }
-        }
-    }
-
-    static void pack_values(const char* first, const char* second, int64_t head_dim, uint32_t* to) {
-        const Table table;
-        // the unpacking below works within 128-bit lanes: this order of dwords makes it come out straight
-        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        for (int64_t d = 0; d < head_dim; d += 64) {
-            __mmask64 mask = lane_mask(head_dim - d, 64);
-            __m512i a = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(mask, first + d));
-            __m512i b = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(mask, second + d));
-            store_pairs(table, _mm512_unpacklo_epi8(a, b), to + d);
-            store_pairs(table, _mm512_unpackhi_epi8(a, b), to + d + 32);
-        }
-    }
-
-   private:
-    struct Table {
-        __m512i low[2], high[2];
-        Table() {
-            static const Bytes bytes;
-            for (int i = 0; i < 2; i++) low[i] = _mm512_load_si512(bytes.low + 64 * i);
-            for (int i = 0; i < 2; i++) high[i] = _mm512_load_si512(bytes.high + 64 * i);
-        }
-        __m512i low_bytes(__m512i codes) const { return _mm512_permutex2var_epi8(low[0], index(codes), low[1]); }
-        __m512i high_bytes(__m512i codes) const {
-            __m512i magnitude = _mm512_permutex2var_epi8(high[0], index(codes), high[1]);
-            const __m512i sign = _mm512_set1_epi8(char(0x80));
-            return _mm512_ternarylogic_epi64(magnitude, codes, sign, 0xf8);  // magnitude | (codes & sign)
-        }
-        // bit 7 of an index is ignored
-        static __m512i index(__m512i codes) {
-            return std::is_same<Format, Int8>::value ? _mm512_abs_epi8(codes) : codes;
-        }
-    };
-
-    struct Bytes {
-        alignas(64) uint8_t low[128], high[128];
-        Bytes() {
-            for (int code = 0; code < 128; code++) {
-                uint16_t value = Bf16::store(Format::load(typename Format::Storage(code)));
-                low[code] = uint8_t(value), high[code] = uint8_t(value >> 8);
-            }
-        }
-    };
-
-    static void store_pairs(const Table& table, __m512i codes, uint32_t* to) {
-        __m512i low = table.low_bytes(codes), high = table.high_bytes(codes);
-        _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, high));
-        _mm512_storeu_si512(to + 16, _mm512_unpackhi_epi8(low, high));
-    }
-
-    // Byte indices that make words of bytes 4i + first and 4i + first + 1 of a vector of low and one of high bytes.
-    static __m512i pair_bytes(int first) {
-        alignas(64) uint8_t index[64];
-        for (int i = 0; i < 16; i++) {
-            for (int b = 0; b < 2; b++) {
-                index[4 * i + 2 * b] = uint8_t(4 * i + first + b);
-                index[4 * i + 2 * b + 1] = uint8_t(64 + 4 * i + first + b);
-            }
-        }
-        return _mm512_load_si512(index);
-    }
-};
 
 struct Bf16Math {
     using Element = uint32_t;  // two bf16
     static constexpr int PER_ELEMENT = 2;
     static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
+    static constexpr int FEW_ROWS = 4;
 
-    // query holds bf16 values, so that the rounding is exact.
-    static void pack_query(const float* query, int64_t head_dim, uint32_t* to) {
-        store_row<Bf16>(query, reinterpret_cast<uint16_t*>(to), head_dim);
-        if (head_dim % 2) reinterpret_cast<uint16_t*>(to)[head_dim] = 0;
+    // q is of bf16.
+    static void load_query(const Problem& p, int64_t offset, uint32_t* to) {
+        auto words = reinterpret_cast<uint16_t*>(to);
+        std::copy_n(static_cast<const uint16_t*>(p.q) + offset, p.head_dim, words);
+        if (p.head_dim % 2) words[p.head_dim] = 0;
     }
 
-    static void pack_weights(const float* weights, int groups, uint32_t* to) {
-        for (int g = 0; g < groups; g++) {
-            __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + 16 * g));
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 8 * g), (__m256i)rounded);
-        }
+    // 2^x to 4e-6 of its value, which is to become a bf16, for x <= 0; exactly 1 at 0; NaN for NaN. The coefficients
+    // are those of the least largest relative error over [0, 1).
+    static Vec exp2(Vec x) {
+        __m512 r = _mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+        __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(0.0134266947f), _mm512_set1_ps(0.0522424572f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.241280213f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.693044844f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+        return (Vec)_mm512_scalef_ps(p, (__m512)x);
+    }
+
+    static void store_weights(Vec weights, uint32_t* to) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh((__m512)weights));
     }
 
     // c[ROWS, 16 * GROUPS] = c * decay (0 where decay is null) + a[ROWS, steps] b[steps, 16 * GROUPS]
@@ -174,16 +68,84 @@ struct Bf16Math {
     }
 };
 
-// Lays out vectors of a cache in one format.
+// Keys and values of a cache in one format, laid out for the products above or multiplied at once.
 template <class Codes>
 struct Bf16Layout {
-    static void pack_keys(const char* const* rows, int64_t head_dim, uint32_t* to, float*) {
-        Codes::pack_keys(rows, head_dim, to);
+    static void pack_keys(const Group& group, const Group& later, int64_t head_dim, uint32_t* to, float*) {
+        for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
+            __m512i pairs[Codes::DIMS / 2];
+            Codes::load_keys(group.keys, group.count, head_dim, d, later.keys, pairs);
+            for (int j = 0; j < Codes::DIMS / 2; j++) _mm512_storeu_si512(to + (d / 2 + j) * CHUNK, pairs[j]);
+        }
     }
 
-    static void pack_values(const char* const* rows, int64_t head_dim, uint32_t* to) {
-        int64_t stride = round_up(head_dim, 64);
-        for (int j = 0; j < GROUP / 2; j++) Codes::pack_values(rows[2 * j], rows[2 * j + 1], head_dim, to + j * stride);
+    static void pack_values(const Group& group, const Group& later, int64_t head_dim, uint32_t* to) {
+        for (int j = 0; j < GROUP; j += 2, to += round_up(head_dim, 64)) {
+            int64_t pair = j * head_dim * Codes::BYTES;
+            for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
+                __m512i pairs[Codes::DIMS / 16];
+                Codes::load_values(group.values + pair, group.count - j, head_dim, d, later.values + pair, pairs);
+                for (int i = 0; i < Codes::DIMS / 16; i++) _mm512_storeu_si512(to + d + i * 16, pairs[i]);
+            }
+        }
+    }
+
+    // The same sums as multiply() over packed keys.
+    template <int ROWS>
+    static void score(const Group& group, const Group& later, int64_t head_dim, const uint32_t* queries, int64_t steps,
+                      float* scores) {
+        __m512 sum[ROWS] = {};
+        for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
+            __m512i pairs[Codes::DIMS / 2];
+            Codes::load_keys(group.keys, group.count, head_dim, d, later.keys, pairs);
+            const uint32_t* q = queries + d / 2;
+            int n = int(std::min<int64_t>(Codes::DIMS / 2, steps - d / 2));
+            if (n == Codes::DIMS / 2)
+                add_scores<ROWS, Codes::DIMS / 2>(q, steps, pairs, sum);
+            else
+                for (int k = 0; k < n; k++) add_scores<ROWS, 1>(q + k, steps, pairs + k, sum);
+        }
+        for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(scores + r * CHUNK, sum[r]);
+    }
+
+    // The same sums as multiply() over packed values.
+    template <int ROWS>
+    static void blend(const Group* groups, const Group* later, int n, int64_t head_dim, const uint32_t* weights,
+                      const float* decay, float* weighted, int64_t width) {
+        constexpr int N = Codes::DIMS / 16;
+        for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
+            int columns = int(std::min<int64_t>(N, (width - d) / 16));
+            __m512 sum[ROWS][N] = {};
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < columns; i++)
+                    sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(weighted + r * width + d + 16 * i), _mm512_set1_ps(decay[r]));
+            for (int j = 0; j < n * GROUP; j += 2) {
+                const Group& group = groups[j / GROUP];
+                int64_t pair = j % GROUP * head_dim * Codes::BYTES;
+                __m512i pairs[N];
+                Codes::load_values(group.values + pair, group.count - j % GROUP, head_dim, d,
+                                   later[j / GROUP].values + pair, pairs);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) {
+                    __m512bh w = (__m512bh)_mm512_set1_epi32(int(weights[r * CHUNK + j / 2]));
+#pragma GCC unroll 4
+                    for (int i = 0; i < N; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], w, (__m512bh)pairs[i]);
+                }
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < columns; i++) _mm512_storeu_ps(weighted + r * width + d + 16 * i, sum[r][i]);
+        }
+    }
+
+   private:
+    template <int ROWS, int STEPS>
+    static void add_scores(const uint32_t* queries, int64_t stride, const __m512i* pairs, __m512 (&sum)[ROWS]) {
+#pragma GCC unroll 32
+        for (int k = 0; k < STEPS; k++)
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++)
+                sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(int(queries[r * stride + k])),
+                                          (__m512bh)pairs[k]);
     }
 };
 

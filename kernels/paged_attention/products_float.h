@@ -1,7 +1,9 @@
 // Products of attention in float32, for any cache format and any machine. The interface is that of products_bf16.h.
 #pragma once
 
-#include "attention.h"
+#include "chunk.h"
+#include "softmax.h"
+#include "transpose.h"
 
 namespace batchinfer {
 
@@ -23,6 +25,7 @@ inline void transpose_rows(const float* from, int64_t width, float* to, int64_t 
 struct FloatMath {
     using Element = float;
     static constexpr int PER_ELEMENT = 1;  // values of the summed dimension in an Element
+    static constexpr int FEW_ROWS = 0;     // most rows of a tile that meets keys and values without laying them out
 #if defined(__AVX512F__)
     static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -31,9 +34,16 @@ struct FloatMath {
     static constexpr int MAX_ROWS = 3, MAX_GROUPS = 1;
 #endif
 
-    static void pack_query(const float* query, int64_t head_dim, float* to) { std::copy_n(query, head_dim, to); }
+    static void load_query(const Problem& p, int64_t offset, float* to) {
+        with_float_format(p.q_format, [&](auto format) {
+            using Format = decltype(format);
+            load_row<Format>(static_cast<const typename Format::Storage*>(p.q) + offset, to, p.head_dim);
+        });
+    }
 
-    static void pack_weights(const float* weights, int groups, float* to) { std::copy_n(weights, 16 * groups, to); }
+    static Vec exp2(Vec x) { return exp2_vec(x); }
+
+    static void store_weights(Vec weights, float* to) { store_vec(to, weights); }
 
     // c[ROWS, 16 * GROUPS] = c * decay (0 where decay is null) + a[ROWS, steps] b[steps, 16 * GROUPS]
     template <int ROWS, int GROUPS>
@@ -68,21 +78,25 @@ struct FloatMath {
 // Lays out vectors of a cache in one format.
 template <class Format>
 struct FloatLayout {
-    static void pack_keys(const char* const* rows, int64_t head_dim, float* to, float* scratch) {
+    static void pack_keys(const Group& group, const Group& later, int64_t head_dim, float* to, float* scratch) {
         int64_t width = round_up(head_dim, 16);
-        for (int j = 0; j < GROUP; j++) decode(rows[j], head_dim, width, scratch + j * width);
+        decode(group.keys, later.keys, group.count, head_dim, scratch, width);
         transpose_rows(scratch, width, to, CHUNK);
     }
 
-    static void pack_values(const char* const* rows, int64_t head_dim, float* to) {
-        int64_t stride = round_up(head_dim, 64);
-        for (int j = 0; j < GROUP; j++) decode(rows[j], head_dim, round_up(head_dim, 16), to + j * stride);
+    static void pack_values(const Group& group, const Group& later, int64_t head_dim, float* to) {
+        decode(group.values, later.values, group.count, head_dim, to, round_up(head_dim, 64));
     }
 
    private:
-    static void decode(const char* row, int64_t head_dim, int64_t width, float* to) {
-        load_row<Format>(reinterpret_cast<const typename Format::Storage*>(row), to, head_dim);
-        std::fill(to + head_dim, to + width, 0.0f);
+    static void decode(const char* rows, const char* later, int count, int64_t head_dim, float* to, int64_t stride) {
+        int64_t width = round_up(head_dim, 16), bytes = head_dim * int64_t(sizeof(typename Format::Storage));
+        for (int j = 0; j < GROUP; j++, rows += bytes, later += bytes, to += stride) {
+            int64_t n = j < count ? head_dim : 0;
+            load_row<Format>(reinterpret_cast<const typename Format::Storage*>(rows), to, n);
+            std::fill(to + n, to + width, 0.0f);
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(later + i, 0, 2);  // into the L2 cache
+        }
     }
 };
 

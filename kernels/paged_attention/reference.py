@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from batchinfer.kernels.common.fp8 import STORAGE_MAX, decode_exactly, decode_finite
+from batchinfer.kernels.common.fp8 import STORAGE_MAX, decode_exactly, decode_finite, is_per_token
+from batchinfer.kernels.paged_attention.variant import Variant
 
 KEY_CHUNK = 128  # keys a chunk
 KEY_STEP = 16  # the last chunk of a group of tiles is cut to a multiple of this
@@ -37,7 +38,7 @@ class _Tiles:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The cache and how sequences lie in it."""
+    """The cache, how sequences lie in it and how they are attended to."""
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -45,7 +46,7 @@ class _Keys:
     v_scale: torch.Tensor | None
     block_table: torch.Tensor
     seq_lens: torch.Tensor  # int64
-    sliding_window: int | None
+    variant: Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,12 @@ def paged_attention(
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
-    scale: float,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    sliding_window: int | None,
+    variant: Variant,
 ) -> torch.Tensor:
     """See the package's `paged_attention`."""
-    keys = _Keys(k_cache, v_cache, k_scale, v_scale, block_table, seq_lens.to(torch.int64), sliding_window)
+    keys = _Keys(k_cache, v_cache, k_scale, v_scale, block_table, seq_lens.to(torch.int64), variant)
     offsets = cu_seqlens_q.to(torch.int64)
     q_lens = offsets[1:] - offsets[:-1]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -80,7 +80,7 @@ def paged_attention(
         sequences = chosen.nonzero()[:, 0]
         if len(sequences):
             tiles = _make_tiles(sequences, offsets, q_lens, keys, width)
-            _attend(q, out, tiles, keys, scale)
+            _attend(q, out, tiles, keys)
     return out
 
 
@@ -103,34 +103,40 @@ def _make_tiles(
     start, end = starts[owner][:, None], ends[owner][:, None]
     rows = offsets[sequences[owner]][:, None] + (at.clamp(start, end - 1) - start)
     is_query = (at >= start) & (at < end)
-    window = keys.sliding_window
+    window = keys.variant.sliding_window
     first_chunk = (position - (position if window is None else window - 1)).clamp_min(0) // KEY_CHUNK
     num_keys = position + width - first_chunk * KEY_CHUNK
     tiles = _Tiles(sequences[owner], position, rows, is_query, first_chunk, num_keys)
     return tiles.select(num_keys.argsort(descending=True, stable=True))
 
 
-def _attend(q: torch.Tensor, out: torch.Tensor, tiles: _Tiles, keys: _Keys, scale: float) -> None:
+def _attend(q: torch.Tensor, out: torch.Tensor, tiles: _Tiles, keys: _Keys) -> None:
     """Fills the tiles' rows of `out`, a group of tiles at a time so that memory stays bounded."""
     _, num_kv_heads, _, head_dim = keys.k_cache.shape
     num_rows = tiles.rows.shape[1] * (q.shape[1] // num_kv_heads)
     group = max(1, GROUP_ELEMENTS // (num_kv_heads * KEY_CHUNK * max(head_dim, num_rows)))
     for first in range(0, len(tiles.sequence), group):
         part = tiles.select(slice(first, first + group))
-        attended = _online_softmax(_tile_queries(q[part.rows], num_kv_heads, scale), part, keys)
+        queries = _tile_queries(q[part.rows], num_kv_heads).mul_(keys.variant.scale * _static(keys.k_scale))
+        attended = _online_softmax(queries, part, keys).mul_(_static(keys.v_scale))
         by_query = attended[:, :, :num_rows].unflatten(2, (part.rows.shape[1], -1)).transpose(1, 2).flatten(2, 3)
         out[part.rows[part.is_query]] = by_query[part.is_query].to(out.dtype)
 
 
-def _tile_queries(q: torch.Tensor, num_kv_heads: int, scale: float) -> torch.Tensor:
-    """[n, width, num_q_heads, head_dim] to float32 [n, num_kv_heads, rows, head_dim], scaled. Rows go query by query
-    and then by head; zeros fill them up to ROW_MULTIPLE."""
+def _static(scale: torch.Tensor | None) -> torch.Tensor | float:
+    """The factor [num_kv_heads or 1, 1, 1] of a static scale; 1 where there is none."""
+    return 1.0 if scale is None or is_per_token(scale) else scale[:, None, None]
+
+
+def _tile_queries(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[n, width, num_q_heads, head_dim] to float32 [n, num_kv_heads, rows, head_dim]. Rows go query by query and then
+    by head; zeros fill them up to ROW_MULTIPLE."""
     n, width, num_q_heads, head_dim = q.shape
     num_rows = width * (num_q_heads // num_kv_heads)
     tiled = torch.zeros(n, num_kv_heads, -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, head_dim, device=q.device)
     by_head = q.unflatten(2, (num_kv_heads, -1)).transpose(1, 2)  # [n, num_kv_heads, width, heads_per_kv, head_dim]
     tiled[:, :, :num_rows] = by_head.flatten(2, 3)
-    return tiled.mul_(scale)
+    return tiled
 
 
 def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.Tensor:
@@ -147,20 +153,43 @@ def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.
         length = min(KEY_CHUNK, -(-(most_keys - first_key) // KEY_STEP) * KEY_STEP)
         active = tiles.select(some)
         chunk = _locate_chunk(active, first_key, length, keys)
-        scores = _product(queries[some], _load(keys.k_cache, chunk, keys.k_scale).transpose(-1, -2))
-        if keys.k_scale is not None:
-            scores *= _load(keys.k_scale.unsqueeze(-1), chunk).transpose(-1, -2)
-        scores += _mask(chunk.positions, active, queries.shape[2], keys.sliding_window)
+        scores = _scores(queries[some], chunk, keys)
+        scores += _mask(chunk.positions, active, queries.shape[2], keys.variant.sliding_window)
         new_best = torch.maximum(best[some], scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_best).exp_()
         decay = torch.exp(best[some] - new_best)
         total[some] = total[some] * decay + _sum_in_order(weights)
-        if keys.v_scale is not None:
+        if is_per_token(keys.v_scale):
             weights *= _load(keys.v_scale.unsqueeze(-1), chunk).transpose(-1, -2)
-        values = _product(weights, _load(keys.v_cache, chunk, keys.v_scale))
+        values = _product(weights, _load(keys.v_cache, chunk, is_per_token(keys.v_scale)))
         weighted[some] = weighted[some].mul_(decay).add_(values)
         best[some] = new_best
+    if keys.variant.sinks is not None:
+        _join_sinks(best, total, weighted, keys.variant.sinks, tiles.rows.shape[1])
     return weighted / total
+
+
+def _scores(queries: torch.Tensor, chunk: _Chunk, keys: _Keys) -> torch.Tensor:
+    """float32 [n, num_kv_heads, rows, length]."""
+    scores = _product(queries, _load(keys.k_cache, chunk, is_per_token(keys.k_scale)).transpose(-1, -2))
+    if is_per_token(keys.k_scale):
+        scores *= _load(keys.k_scale.unsqueeze(-1), chunk).transpose(-1, -2)
+    if (cap := keys.variant.soft_cap) is not None:
+        scores.div_(cap).tanh_().mul_(cap)
+    return scores
+
+
+def _join_sinks(
+    best: torch.Tensor, total: torch.Tensor, weighted: torch.Tensor, sinks: torch.Tensor, width: int
+) -> None:
+    """Takes each head's sink into a finished softmax, in place: one more score, without a value."""
+    by_row = sinks.view(best.shape[1], -1).repeat(1, width)  # as the rows of _tile_queries
+    sink = torch.zeros_like(best[:1])
+    sink[0, :, : by_row.shape[1], 0] = by_row
+    highest = torch.maximum(best, sink)
+    decay = torch.exp(best - highest)
+    total.mul_(decay).add_(torch.exp(sink - highest))
+    weighted.mul_(decay)
 
 
 def _sum_in_order(weights: torch.Tensor) -> torch.Tensor:
@@ -183,8 +212,9 @@ def _locate_chunk(tiles: _Tiles, first_key: int, length: int, keys: _Keys) -> _C
     return _Chunk(positions, first_head[:, None, :] + heads[:, None], piece, unwritten)
 
 
-def _load(cache: torch.Tensor, chunk: _Chunk, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """A chunk of the cache as float32 [n, num_kv_heads, length, head_dim], before the scale is applied.
+def _load(cache: torch.Tensor, chunk: _Chunk, marks_nan: bool = False) -> torch.Tensor:
+    """A chunk of the cache as float32 [n, num_kv_heads, length, head_dim], before a scale is applied. marks_nan: scales
+    are NaN wherever codes are.
 
     Places that nobody wrote are zeroed: the mask gives their keys the weight 0, and 0 times a stale NaN is NaN.
     """
@@ -198,7 +228,7 @@ def _load(cache: torch.Tensor, chunk: _Chunk, scale: torch.Tensor | None = None)
     if not is_encoded:
         return vectors.to(torch.float32)
     codes = vectors.view(cache.dtype)
-    return decode_exactly(codes) if scale is None else decode_finite(codes)
+    return decode_finite(codes) if marks_nan else decode_exactly(codes)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

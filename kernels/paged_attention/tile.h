@@ -2,14 +2,13 @@
 //
 // Each row of a tile is computed by the same operations in the same order whatever rows stand beside it and wherever
 // the tile begins: products run over the summed dimension in order, chunks and spans lie at fixed positions, and keys
-// that a row does not see add exact zeros.
+// that a row does not see add exact zeros or are left out.
 #pragma once
 
-#include "attention.h"
+#include "layout.h"
+#include "softmax.h"
 
 namespace batchinfer {
-
-constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
 // Neighbouring queries of a sequence.
 struct Tile {
@@ -20,88 +19,8 @@ struct Tile {
 
     int64_t first_span() const { return first_key / SPAN; }
     int64_t end_span() const { return (end_key + SPAN - 1) / SPAN; }
-};
-
-// A softmax under way: per row the highest score, LANES partial sums of weights, and the weighted sum of values.
-struct Softmax {
-    float* best;      // [rows]
-    float* total;     // [rows, LANES]
-    float* weighted;  // [rows, padded head_dim]
-
-    static int64_t size(int64_t rows, int64_t width) { return rows * (width + LANES + 1); }
-
-    static Softmax at(float* memory, int64_t rows, int64_t width) {
-        return {memory + rows * (width + LANES), memory + rows * width, memory};  // weighted first: it is aligned
-    }
-
-    void clear(int64_t rows, int64_t width) const {
-        std::fill_n(weighted, rows * (width + LANES), 0.0f);
-        std::fill_n(best, rows, LOWEST);
-    }
-
-    // Takes in the softmax over later keys. Into a cleared one that is a copy.
-    void merge(const Softmax& later, int64_t rows, int64_t width) const {
-        for (int64_t r = 0; r < rows; r++) {
-            float highest = later.best[r] > best[r] ? later.best[r] : best[r];
-            float keep = sum_of_exp(best[r] - highest), add = sum_of_exp(later.best[r] - highest);
-            best[r] = highest;
-            blend(total + r * LANES, later.total + r * LANES, LANES, keep, add);
-            blend(weighted + r * width, later.weighted + r * width, width, keep, add);
-        }
-    }
-
-   private:
-    static float sum_of_exp(float x) { return exp_vec(splat(x))[0]; }
-    static void blend(float* to, const float* from, int64_t n, float keep, float add) {
-        for (int64_t i = 0; i < n; i++) to[i] = to[i] * keep + from[i] * add;
-    }
-};
-
-// Splits a product into blocks of rows and groups of 16 columns that fit the registers.
-template <class Math, int ROWS, int GROUPS>
-void multiply_block(int64_t rows, int64_t groups, const Product<typename Math::Element>& p) {
-    if constexpr (ROWS > 1) {
-        if (rows < ROWS) return multiply_block<Math, ROWS - 1, GROUPS>(rows, groups, p);
-    }
-    if constexpr (GROUPS > 1) {
-        if (groups < GROUPS) return multiply_block<Math, ROWS, GROUPS - 1>(rows, groups, p);
-    }
-    Math::template multiply<ROWS, GROUPS>(p);
-}
-
-template <class Math>
-void multiply_all(int64_t rows, int64_t groups, const Product<typename Math::Element>& p) {
-    for (int64_t g = 0; g < groups; g += Math::MAX_GROUPS) {
-        for (int64_t r = 0; r < rows; r += Math::MAX_ROWS) {
-            Product<typename Math::Element> block = p;
-            block.a += r * p.a_stride, block.b += g * 16, block.c += r * p.c_stride + g * 16;
-            if (p.decay) block.decay += r;
-            multiply_block<Math, Math::MAX_ROWS, Math::MAX_GROUPS>(rows - r, groups - g, block);
-        }
-    }
-}
-
-// How GROUP keys or values of a cache are laid out for Math's products.
-template <class Math>
-struct Layout {
-    using Element = typename Math::Element;
-    // to[head_dim, CHUNK] columns of keys; scratch [GROUP, padded head_dim]
-    void (*pack_keys)(const char* const* rows, int64_t head_dim, Element* to, float* scratch);
-    // to[GROUP, padded head_dim]
-    void (*pack_values)(const char* const* rows, int64_t head_dim, Element* to);
-
-    template <class Packer>
-    static Layout of() {
-        return {Packer::pack_keys, Packer::pack_values};
-    }
-};
-
-// A chunk of keys of one sequence and KV head: those in [first_key, end_key).
-struct Place {
-    int64_t sequence, kv_head, first_key, end_key;
-
-    static Place of(const Tile& tile, int64_t kv_head, int64_t span) {
-        return {tile.sequence, kv_head, std::max(span * SPAN, tile.first_key), tile.end_key};
+    Place place(int64_t kv_head, int64_t span) const {
+        return {sequence, kv_head, std::max(span * SPAN, first_key), end_key};
     }
 };
 
@@ -111,30 +30,28 @@ class TileAttention {
 
    public:
     TileAttention(const Problem& problem, const Layout<Math>& layout, const Tile& tile, int64_t kv_head)
-        : p_(problem), layout_(layout), tile_(tile), head_(kv_head), rows_(tile.num_queries * problem.heads_per_kv()),
-          width_(round_up(problem.head_dim, 16)), steps_(ceil_div(problem.head_dim)),
-          row_bytes_(problem.head_dim * bytes_of(problem.cache_format)) {
-        Memory& m = memory();
-        queries_ = m.queries.at_least(rows_ * steps_);
-        packed_ = m.packed.at_least(round_up(p_.head_dim, 64) * CHUNK);
-        weights_ = m.weights.at_least(rows_ * CHUNK);
-        scratch_ = m.scratch.at_least(GROUP * width_);
-        scores_ = m.scores.at_least(rows_ * CHUNK);
-        decay_ = m.decay.at_least(rows_);
-        zeros_ = m.zero_row(p_.head_dim);
-        load_queries();
+        : p_(problem), layout_(layout), tile_(tile), head_(kv_head), group_(problem.heads_per_kv()),
+          rows_(tile.num_queries * group_), width_(round_up(problem.head_dim, 16)),
+          steps_(elements_of(problem.head_dim)), values_stride_(round_up(problem.head_dim, 64)), memory_(memory()) {
+        queries_ = memory_.queries.at_least(size_t(rows_ * steps_));
+        keys_ = memory_.keys.at_least(size_t(values_stride_ * CHUNK));
+        values_ = memory_.values.at_least(size_t(values_stride_ * CHUNK));
+        scratch_ = memory_.scratch.at_least(size_t(GROUP * width_));
+        memory_.factors.set_scales(p_, head_);
+        for (int64_t r = 0; r < rows_; r++)
+            Math::load_query(p_, offset_of(r, p_.q_token_stride, p_.q_head_stride), queries_ + r * steps_);
     }
 
     // Attention over the keys of spans [first, end), into a cleared softmax.
     // `next` is what the thread probably does afterwards.
     void run(int64_t first, int64_t end, const Softmax& result, const Place& next) {
-        locate(place(first), chunks_[0]);
+        now_->locate(p_, tile_.place(head_, first));
         if (end - first == 1) return run_span(first, result, next);
-        float* memory_of_span = memory().span.at_least(Softmax::size(rows_, width_));
+        float* memory_of_span = memory_.span.at_least(size_t(Softmax::size(rows_, width_)));
         Softmax span = Softmax::at(memory_of_span, rows_, width_);
         for (int64_t s = first; s < end; s++) {
             span.clear(rows_, width_);
-            run_span(s, span, s + 1 < end ? place(s + 1) : next);
+            run_span(s, span, s + 1 < end ? tile_.place(head_, s + 1) : next);
             result.merge(span, rows_, width_);
         }
     }
@@ -148,14 +65,13 @@ class TileAttention {
 
    private:
     struct Memory {
-        AlignedBuffer<Element> queries, packed, weights;
-        AlignedBuffer<float> scratch, scores, decay, span, zeros;
-
-        const char* zero_row(int64_t head_dim) {
-            float* row = zeros.at_least(head_dim);
-            std::fill_n(row, head_dim, 0.0f);
-            return reinterpret_cast<const char*>(row);
-        }
+        AlignedBuffer<Element> queries, keys, values;
+        AlignedBuffer<float> scratch, span;
+        alignas(64) float scores[Math::MAX_ROWS * CHUNK];
+        alignas(64) Element weights[Math::MAX_ROWS * CHUNK];
+        float decay[Math::MAX_ROWS];
+        Factors factors;
+        Chunk chunks[2];
     };
 
     static Memory& memory() {
@@ -163,36 +79,23 @@ class TileAttention {
         return memory;
     }
 
-    static int64_t ceil_div(int64_t n) { return (n + Math::PER_ELEMENT - 1) / Math::PER_ELEMENT; }
+    static int64_t elements_of(int64_t n) { return (n + Math::PER_ELEMENT - 1) / Math::PER_ELEMENT; }
 
     int64_t offset_of(int64_t row, int64_t token_stride, int64_t head_stride) const {
-        int64_t group = p_.heads_per_kv();
-        return (tile_.first_token + row / group) * token_stride + (head_ * group + row % group) * head_stride;
-    }
-
-    void load_queries() {
-        with_float_format(p_.q_format, [&](auto format) {
-            using Format = decltype(format);
-            auto q = static_cast<const typename Format::Storage*>(p_.q);
-            for (int64_t r = 0; r < rows_; r++) {
-                load_row<Format>(q + offset_of(r, p_.q_token_stride, p_.q_head_stride), scratch_, p_.head_dim);
-                Math::pack_query(scratch_, p_.head_dim, queries_ + r * steps_);
-            }
-        });
+        return (tile_.first_token + row / group_) * token_stride + (head_ * group_ + row % group_) * head_stride;
     }
 
     template <class Format>
     void write_as(const Softmax& result) {
         auto out = static_cast<typename Format::Storage*>(p_.out);
+        float factor = p_.static_value_scale(head_);
         for (int64_t r = 0; r < rows_; r++) {
-            float total = sum_lanes(load_vec(result.total + r * LANES));
+            auto ratio = result.ratio(r, factor, p_.sinks ? p_.sinks + head_ * group_ + r % group_ : nullptr);
             float* values = result.weighted + r * width_;
-            for (int64_t d = 0; d < p_.head_dim; d++) values[d] /= total;
+            for (int64_t d = 0; d < p_.head_dim; d++) values[d] = values[d] * ratio.factor / ratio.divisor;
             store_row<Format>(values, out + offset_of(r, p_.num_q_heads * p_.head_dim, p_.head_dim), p_.head_dim);
         }
     }
-
-    Place place(int64_t span) const { return Place::of(tile_, head_, span); }
 
     // The first chunk is located already, and the one after the last when it returns. While a chunk is laid out, the
     // memory is asked for the next.
@@ -202,94 +105,86 @@ class TileAttention {
         for (int64_t key = first; key < end; key += CHUNK) {
             int groups = int((std::min<int64_t>(CHUNK, end - key) + GROUP - 1) / GROUP);
             int64_t following = key + CHUNK;
-            locate(following < end ? Place{tile_.sequence, head_, following, tile_.end_key} : next, chunks_[1]);
-            pack_keys(groups);
-            multiply_all<Math>(rows_, groups, {queries_, steps_, packed_, CHUNK, steps_, scores_, CHUNK, nullptr});
-            for (int64_t r = 0; r < rows_; r++) update_row(r, key, groups, result);
-            pack_values(groups);
-            int64_t steps = GROUP * groups / Math::PER_ELEMENT;
-            multiply_all<Math>(rows_, width_ / GROUP, {weights_, CHUNK, packed_, round_up(p_.head_dim, 64), steps,
-                                                       result.weighted, width_, decay_});
-            std::swap(chunks_[0], chunks_[1]);
-        }
-    }
-
-    void pack_keys(int groups) {
-        for (int g = 0; g < CHUNK / GROUP; g++) {
-            prefetch(chunks_[1].keys + g * GROUP);
-            if (g < groups) layout_.pack_keys(chunks_[0].keys + g * GROUP, p_.head_dim, packed_ + g * GROUP, scratch_);
-        }
-    }
-
-    void pack_values(int groups) {
-        int64_t size = round_up(p_.head_dim, 64) * GROUP / Math::PER_ELEMENT;
-        for (int g = 0; g < CHUNK / GROUP; g++) {
-            prefetch(chunks_[1].values + g * GROUP);
-            if (g < groups) layout_.pack_values(chunks_[0].values + g * GROUP, p_.head_dim, packed_ + g * size);
-        }
-    }
-
-    void prefetch(const char* const* rows) const {
-        for (int j = 0; j < GROUP; j++)
-            for (int64_t i = 0; i < row_bytes_; i += 64) __builtin_prefetch(rows[j] + i, 0, 2);  // into the L2 cache
-    }
-
-    // Scores of one row and chunk to weights; the row's softmax moves on.
-    void update_row(int64_t row, int64_t first_key, int groups, const Softmax& result) {
-        float* scores = scores_ + row * CHUNK;
-        int64_t position = tile_.position + row / p_.heads_per_kv();
-        int64_t last = position - first_key;  // in the chunk
-        int64_t first = p_.sliding_window ? last - p_.sliding_window + 1 : 0;
-        Vec scale = splat(float(p_.scale)), best = splat(result.best[row]);
-        int n = GROUP * groups;
-        for (int j = 0; j < n; j += LANES) {
-            Vec s = load_vec(scores + j) * scale;
-            store_vec(scores + j, p_.k_scale ? s * load_vec(chunks_[0].key_scales + j) : s);
-        }
-        constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-        for (int64_t j = 0; j < std::min<int64_t>(first, n); j++) scores[j] = HIDDEN;
-        for (int64_t j = std::max<int64_t>(last + 1, 0); j < n; j++) scores[j] = HIDDEN;
-        for (int j = 0; j < n; j += LANES) best = max_vec(load_vec(scores + j), best);
-        float highest = max_lanes(best);
-        float decay = exp_vec(splat(result.best[row] - highest))[0];
-        Vec total = load_vec(result.total + row * LANES) * decay;
-        for (int j = 0; j < n; j += LANES) {
-            Vec weight = exp_vec(load_vec(scores + j) - highest);
-            total += weight;
-            store_vec(scores + j, p_.v_scale ? weight * load_vec(chunks_[0].value_scales + j) : weight);
-        }
-        Math::pack_weights(scores, groups, weights_ + row * CHUNK);
-        store_vec(result.total + row * LANES, total);
-        result.best[row] = highest, decay_[row] = decay;
-    }
-
-    void locate(const Place& place, Chunk& chunk) const {
-        std::fill_n(chunk.keys, CHUNK, zeros_), std::fill_n(chunk.values, CHUNK, zeros_);
-        if (p_.k_scale) std::fill_n(chunk.key_scales, CHUNK, 0.0f);
-        if (p_.v_scale) std::fill_n(chunk.value_scales, CHUNK, 0.0f);
-        int64_t start = place.first_key / CHUNK * CHUNK, end = std::min(start + CHUNK, place.end_key);
-        for (int64_t key = place.first_key; key < end;) {
-            int64_t block = p_.block_table[place.sequence * p_.max_blocks + key / p_.block_size];
-            int64_t offset = key % p_.block_size, run = std::min(p_.block_size - offset, end - key);
-            int64_t index = (block * p_.num_kv_heads + place.kv_head) * p_.block_size + offset, at = key - start;
-            for (int64_t i = 0; i < run; i++) {
-                chunk.keys[at + i] = p_.k_cache + (index + i) * row_bytes_;
-                chunk.values[at + i] = p_.v_cache + (index + i) * row_bytes_;
+            next_->locate(p_, following < end ? Place{tile_.sequence, head_, following, tile_.end_key} : next);
+            for (int g = groups; g < CHUNK / GROUP; g++) prefetch(next_->groups[g]);  // the others while groups are read
+            if (p_.scales_per_token) load_factors();
+            if (rows_ <= Math::FEW_ROWS) {
+                attend_at_once(key, groups, result);
+            } else {
+                lay_out(groups);
+                for (int64_t r = 0; r < rows_; r += Math::MAX_ROWS) attend(r, key, groups, result);
             }
-            if (p_.k_scale) std::copy_n(p_.k_scale + index, run, chunk.key_scales + at);
-            if (p_.v_scale) std::copy_n(p_.v_scale + index, run, chunk.value_scales + at);
-            key += run;
+            std::swap(now_, next_);
         }
+    }
+
+    void load_factors() {
+        for (int g = 0; g < CHUNK / GROUP; g++) {
+            const Group &group = now_->groups[g], &later = next_->groups[g];
+            __builtin_prefetch(later.key_scales, 0, 2), __builtin_prefetch(later.value_scales, 0, 2);
+            memory_.factors.load_group(g, group.key_scales, group.value_scales, group.count);
+        }
+    }
+
+    void prefetch(const Group& group) const {
+        for (int64_t i = 0, n = GROUP * p_.row_bytes(); i < n; i += 64)
+            __builtin_prefetch(group.keys + i, 0, 2), __builtin_prefetch(group.values + i, 0, 2);
+    }
+
+    void lay_out(int groups) {
+        int64_t size = values_stride_ * GROUP / Math::PER_ELEMENT;
+        for (int g = 0; g < groups; g++) {
+            const Group &group = now_->groups[g], &later = next_->groups[g];
+            layout_.pack_keys(group, later, p_.head_dim, keys_ + g * GROUP, scratch_);
+            layout_.pack_values(group, later, p_.head_dim, values_ + g * size);
+        }
+    }
+
+    void attend_at_once(int64_t key, int groups, const Softmax& result) {
+        Memory& m = memory_;
+        for (int g = 0; g < groups; g++)
+            layout_.score[rows_](now_->groups[g], next_->groups[g], p_.head_dim, queries_, steps_, m.scores + g * GROUP);
+        weigh_rows(0, rows_, key, groups, result);
+        layout_.blend[rows_](now_->groups, next_->groups, groups, p_.head_dim, m.weights, m.decay, result.weighted,
+                             width_);
+    }
+
+    // The rows of one block of the products, from r on, over one chunk.
+    void attend(int64_t r, int64_t key, int groups, const Softmax& result) {
+        Memory& m = memory_;
+        int64_t rows = std::min<int64_t>(Math::MAX_ROWS, rows_ - r);
+        Sight last = sight_of(r + rows - 1, key);
+        if (last.last < 0 || sight_of(r, key).first >= CHUNK) return;
+        int seen = std::min(groups, last.last / GROUP + 1);
+        multiply_rows<Math>(rows, seen, {queries_ + r * steps_, steps_, keys_, CHUNK, steps_, m.scores, CHUNK, nullptr});
+        weigh_rows(r, rows, key, seen, result);
+        multiply_rows<Math>(rows, width_ / GROUP,
+                            {m.weights, CHUNK, values_, values_stride_, seen * GROUP / Math::PER_ELEMENT,
+                             result.weighted + r * width_, width_, m.decay});
+    }
+
+    void weigh_rows(int64_t r, int64_t rows, int64_t key, int groups, const Softmax& result) {
+        Memory& m = memory_;
+        auto weigh_row = m.factors.cap > 0 ? weigh_groups<Math, true> : weigh_groups<Math, false>;
+        for (int64_t i = 0; i < rows; i++)
+            m.decay[i] = weigh_row(groups, m.scores + i * CHUNK, m.factors, sight_of(r + i, key), result.best[r + i],
+                                   result.total + (r + i) * LANES, m.weights + i * CHUNK);
+    }
+
+    Sight sight_of(int64_t row, int64_t key) const {
+        int64_t last = tile_.position + row / group_ - key;
+        int64_t first = p_.sliding_window ? last - p_.sliding_window + 1 : 0;
+        return {int(std::min<int64_t>(first, CHUNK)), int(std::min<int64_t>(last, CHUNK))};
     }
 
     const Problem& p_;
     const Layout<Math> layout_;
     const Tile tile_;
-    const int64_t head_, rows_, width_, steps_, row_bytes_;
-    Element *queries_, *packed_, *weights_;  // [rows, steps], one chunk of keys or values, [rows, CHUNK]
-    float *scratch_, *scores_, *decay_;      // [16, width], [rows, CHUNK], [rows]
-    const char* zeros_;
-    Chunk chunks_[2];  // the one at work and the next
+    const int64_t head_, group_, rows_, width_, steps_, values_stride_;
+    Memory& memory_;
+    Element *queries_, *keys_, *values_;  // [rows, steps]; one chunk, laid out
+    float* scratch_;                      // [GROUP, width]
+    Chunk *now_ = &memory_.chunks[0], *next_ = &memory_.chunks[1];
 };
 
 }  // namespace batchinfer

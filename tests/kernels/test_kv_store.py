@@ -10,6 +10,13 @@ from batchinfer.kernels.kv_store import kv_store
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+@pytest.fixture(autouse=True, params=["reference", "as dispatched"])
+def _backend(request, monkeypatch):
+    """The specification itself is tested also where a native backend stands before it."""
+    if request.param == "reference":
+        monkeypatch.setattr("batchinfer.kernels.kv_store.cpu.can_run", lambda *tensors: False)
+
+
 def make_cache(dtype, scaled, num_blocks=3, heads=2, block_size=4, head_dim=8):
     cache = torch.zeros(num_blocks, heads, block_size, head_dim).to(dtype)
     return cache, torch.full(cache.shape[:-1], -1.0) if scaled else None
@@ -103,10 +110,60 @@ def test_nan_in_one_head_marks_its_scale_only(dtype):
     assert scale[0, :, :2].isnan().tolist() == [[False, False], [True, False]]
 
 
-def test_slots_beyond_two_to_the_31_elements():
-    cache = torch.empty(1026, 1, 1 << 20, 2, dtype=E5M2)
-    kv_store(torch.ones(1, 1, 2), torch.ones(1, 1, 2), cache, cache, torch.tensor([(1024 << 20) + 5]))
-    assert cache[1024, 0, 5].float().tolist() == [1.0, 1.0]
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_static_scales_divide_and_saturate(dtype, num_scales):
+    """Each value by hand: 3 / 0.25 = 12 and 3 / 0.5 = 6 are held exactly, 1e9 and -1e9 become the format's largest."""
+    scale = torch.tensor([0.25, 0.5])[:num_scales]
+    before = scale.clone()
+    cache, _ = make_cache(dtype, False, head_dim=4)
+    other, _ = make_cache(dtype, False, head_dim=4)
+    k = torch.tensor([3.0, 1e9, -1e9, 0.0]).expand(1, 2, 4)
+    kv_store(k, -k, cache, other, torch.tensor([6]), scale, scale)
+    largest = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}[dtype]
+    for head, quotient in enumerate([12.0, 6.0] if num_scales == 2 else [12.0, 12.0]):
+        assert cache[1, head, 2].float().tolist() == [quotient, largest, -largest, 0.0]
+        assert other[1, head, 2].float().tolist() == [-quotient, -largest, largest, 0.0]
+    assert torch.equal(scale, before)
+    assert (cache.float() != 0).sum() == 6
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_nan_stays_nan_under_a_static_scale(dtype):
+    k = torch.tensor([[[1.0, math.nan]]])
+    cache, _ = make_cache(dtype, False, heads=1, head_dim=2)
+    kv_store(k, k, cache, cache.clone(), torch.tensor([0]), torch.ones(1), torch.ones(1))
+    assert cache[0, 0, 0].float().isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_slots_that_straddle_two_to_the_31_elements(scaled):
+    """Slots on both sides of element 2^31, and of 2^31 scales. Only pages that are touched get memory."""
+    head_dim = 1 if scaled else 64
+    border = (1 << 31) // (16 * head_dim)
+    cache, scale = make_cache_unwritten((border + 2, 1, 16, head_dim), scaled)
+    slots = torch.tensor([16 * border - 1, 16 * border, 16 * border + 17, 3])
+    k = torch.tensor([1.0, 2.0, 4.0, 8.0])[:, None, None].expand(4, 1, head_dim)
+    kv_store(k, k, cache, cache, slots, scale, scale)
+    for slot, value in zip(slots.tolist(), (1.0, 2.0, 4.0, 8.0), strict=True):
+        stored = cache[slot // 16, 0, slot % 16].float()
+        factor = 1.0 if scale is None else scale[slot // 16, 0, slot % 16].item()
+        assert (stored * factor).tolist() == pytest.approx([value] * head_dim, rel=1e-6)
+
+
+def make_cache_unwritten(shape, scaled):
+    return torch.empty(shape, dtype=E5M2), torch.empty(shape[:-1]) if scaled else None
+
+
+def test_nothing_but_the_slots_is_written_where_most_rows_are_padding():
+    """A captured batch of 8 with 5 tokens: the other rows hold NaN and the slot -1."""
+    k = torch.full((8, 2, 8), math.nan)
+    k[:5] = 1.0
+    cache, scale = make_cache(E4M3, True)
+    kv_store(k, k, cache, cache.clone(), torch.tensor([0, 1, 2, 3, 4, -1, -1, -1]), scale, scale.clone())
+    assert not cache[2].float().any()  # the last block
+    assert cache.float().isfinite().all()
+    assert (scale != -1).sum() == 5 * 2
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
@@ -124,5 +181,9 @@ def test_refuses_what_does_not_fit():
         kv_store(k, k, cache, cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="do not fit"):
         kv_store(k[:, :1], k, cache, cache, torch.tensor([0]), scale, scale)
-    with pytest.raises(ValueError, match="scales"):
+    with pytest.raises(ValueError, match="takes no scales"):
         kv_store(k, k, cache.float(), cache.float(), torch.tensor([0]), scale, scale)
+    with pytest.raises(ValueError, match="of one kind"):
+        kv_store(k, k, cache, cache, torch.tensor([0]), scale, torch.ones(2))
+    with pytest.raises(ValueError, match="do not fit"):
+        kv_store(k, k, cache, cache, torch.tensor([0]), torch.ones(3), torch.ones(3))

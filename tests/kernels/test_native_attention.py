@@ -8,8 +8,10 @@ import subprocess
 import pytest
 import torch
 from batchinfer.kernels.common import native
+from batchinfer.kernels.common.fp8 import STORAGE_MAX
 from batchinfer.kernels.kv_store import reference as kv_store_reference
 from batchinfer.kernels.paged_attention import cpu, paged_attention, reference
+from batchinfer.kernels.paged_attention.variant import Variant
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2, torch.int8)
@@ -54,8 +56,10 @@ def poisoned(shape, dtype):
     return torch.full(shape, math.nan, dtype=dtype)
 
 
-def check(batch, window=None, run=paged_attention):
-    result, expected = run(*batch, window), reference.paged_attention(*batch, window)
+def check(batch, window=None, soft_cap=None, sinks=None, run=cpu.paged_attention):
+    *tensors, scale, k_scale, v_scale = batch
+    arguments = (*tensors, k_scale, v_scale, Variant(scale, window, soft_cap, sinks))
+    result, expected = run(*arguments), reference.paged_attention(*arguments)
     assert result.dtype == batch[0].dtype
     tolerance = TOLERANCE[result.dtype]
     torch.testing.assert_close(result.float(), expected.float(), rtol=tolerance, atol=tolerance)
@@ -87,6 +91,36 @@ def test_windows_and_block_sizes(cache_dtype, window, block_size):
 
 def test_fp16_queries():
     check(make_batch(*RAGGED, 4, 2, 64, 16, torch.float16, torch.float16))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, E4M3])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 40])
+def test_soft_cap_and_sinks(cache_dtype, soft_cap, window):
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 5.0, 20.0, -math.inf])
+    check(make_batch(*RAGGED, 6, 2, 64, 16, torch.bfloat16, cache_dtype), window, soft_cap, sinks)
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_static_scales(cache_dtype, dtype):
+    *tensors, scale, _, _ = make_batch(*RAGGED, 6, 2, 64, 16, dtype, cache_dtype)
+    largest = STORAGE_MAX[cache_dtype]  # of the codes
+    check((*tensors, scale, torch.tensor([3.0, 1.0]) / largest, torch.tensor([2.0]) / largest))
+
+
+@pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("head_dim", [64, 80, 200])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
+def test_decoding_has_the_bits_of_a_prompt(heads_per_kv, head_dim, cache_dtype):
+    """A tile of few rows is not laid out, yet its sums are the same."""
+    batch = make_batch([150], [150], 2 * heads_per_kv, 2, head_dim, 16, torch.bfloat16, cache_dtype)
+    q, k, v, table, offsets, seq_lens, *rest = batch
+    whole = paged_attention(*batch)
+    for position in (0, 15, 16, 63, 64, 100, 149):
+        one = q[position : position + 1]
+        offsets, seq_lens = torch.tensor([0, 1]), torch.tensor([position + 1])
+        assert torch.equal(paged_attention(one, k, v, table, offsets, seq_lens, *rest)[0], whole[position])
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [(torch.bfloat16, E4M3), (torch.float32, torch.float32)])
@@ -152,4 +186,4 @@ def portable(tmp_path_factory):
 def test_portable_build(portable, monkeypatch, cache_dtype):
     monkeypatch.setattr(cpu, "_run", lambda: portable)
     for dtype in (torch.float32, torch.bfloat16):
-        check(make_batch([1, 9], [40, 90], 6, 2, 80, 16, dtype, cache_dtype), 50, cpu.paged_attention)
+        check(make_batch([1, 9], [40, 90], 6, 2, 80, 16, dtype, cache_dtype), 50)

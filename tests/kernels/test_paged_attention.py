@@ -1,4 +1,4 @@
-"""paged_attention against a dense softmax in float64, and the independence of a token's result from everything that is
+"""paged_attention against a naive softmax in float64, and the independence of a token's result from everything that is
 not its own sequence."""
 
 import itertools
@@ -63,23 +63,32 @@ class Case:
         return [(s, 0, n) for s, n in enumerate(self.seq_lens)]
 
 
-def dense(q, k, v, window=None):
-    """Causal softmax over the whole sequence in float64."""
+def naive(q, k, v, window=None, soft_cap=None, sinks=None):
+    """Each query and head by itself in float64: the sum of the visible values over the sum of their exponentials."""
     q, k, v = q.double(), k.double(), v.double()
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
-    hidden = (distance < 0) | (distance >= (window or len(k)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+    heads_per_kv = q.shape[1] // k.shape[1]
+    result = torch.empty_like(q)
+    for position in range(len(q)):
+        seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+        for head in range(q.shape[1]):
+            keys, values = (x[seen, head // heads_per_kv] for x in (k, v))
+            scores = (keys @ q[position, head]) / math.sqrt(q.shape[-1])
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            weights = torch.exp(scores)
+            sink = 0.0 if sinks is None else math.exp(sinks[head].item())
+            result[position, head] = (weights @ values) / (weights.sum() + sink)
+    return result
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256, 20, 17])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 1), (6, 2), (7, 1), (8, 8), (48, 1), (64, 1)])
-def test_equals_dense_softmax(head_dim, q_heads, kv_heads):
-    case = Case([1, 37, 140], q_heads, kv_heads, head_dim)
-    outputs = case.run([(0, 0, 1), (1, 0, 37), (2, 139, 140)])
+def test_equals_naive_softmax(head_dim, q_heads, kv_heads):
+    """Head dimensions and numbers of query heads a KV head that are no powers of two among them."""
+    case = Case([1, 9, 140], q_heads, kv_heads, head_dim)
+    outputs = case.run([(0, 0, 1), (1, 0, 9), (2, 139, 140)])
     for (s, start), output in zip([(0, 0), (1, 0), (2, 139)], outputs, strict=True):
-        expected = dense(case.q[s], case.k[s], case.v[s])[start:]
+        expected = naive(case.q[s], case.k[s], case.v[s])[start:]
         torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -88,10 +97,50 @@ def test_sliding_window(window):
     case = Case([300, 150], 6, 2, 32)
     outputs = case.run([(0, 0, 300), (1, 149, 150)], sliding_window=window)
     torch.testing.assert_close(
-        outputs[0].double(), dense(case.q[0], case.k[0], case.v[0], window), rtol=1e-5, atol=1e-5
+        outputs[0].double(), naive(case.q[0], case.k[0], case.v[0], window), rtol=1e-5, atol=1e-5
     )
-    last = dense(case.q[1], case.k[1], case.v[1], window)[149:]
+    last = naive(case.q[1], case.k[1], case.v[1], window)[149:]
     torch.testing.assert_close(outputs[1].double(), last, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 5.0, 50.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_soft_cap(soft_cap, window):
+    case = Case([70, 33], 6, 2, 32)
+    case.q = [3 * q for q in case.q]  # scores up to 10 or so: the smaller caps flatten them
+    outputs = case.run([(0, 0, 70), (1, 32, 33)], soft_cap=soft_cap, sliding_window=window)
+    whole, last = (naive(case.q[s], case.k[s], case.v[s], window, soft_cap) for s in range(2))
+    torch.testing.assert_close(outputs[0].double(), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs[1].double(), last[32:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_sinks(window, soft_cap):
+    case = Case([70, 33, 1], 6, 2, 32)
+    sinks = torch.tensor([-100.0, -1.0, 0.0, 2.0, 8.0, 40.0])  # from no weight to nearly all of it
+    options = {"sliding_window": window, "soft_cap": soft_cap, "sinks": sinks}
+    outputs = case.run([(0, 0, 70), (1, 32, 33), (2, 0, 1)], **options)
+    for s, (first, output) in enumerate(zip((0, 32, 0), outputs, strict=True)):
+        expected = naive(case.q[s], case.k[s], case.v[s], window, soft_cap, sinks)[first:]
+        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sink_takes_half_the_weight_of_one_equal_key():
+    keys, values = torch.zeros(1, 1, 16, 8), torch.full((1, 1, 16, 8), 3.0)
+    table, offsets, lens = torch.zeros(1, 1).int(), torch.tensor([0, 1]).int(), torch.tensor([1]).int()
+    output = paged_attention(torch.ones(1, 1, 8), keys, values, table, offsets, lens, 1.0, sinks=torch.zeros(1))
+    assert output.unique().tolist() == [1.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_caches(dtype):
+    case = Case([70, 33], 7, 1, 80, dtype=dtype)
+    outputs = case.run([(0, 0, 70), (1, 32, 33)])
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for s, first in ((0, 0), (1, 32)):
+        expected = naive(case.q[s], case.k[s], case.v[s])[first:]
+        torch.testing.assert_close(outputs[s].double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,31 +209,78 @@ def test_scales_multiply_stored_vectors(dtype):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_fp8_without_scales_keeps_nan_codes():
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_static_scales(dtype, num_scales):
+    case = Case([70, 33], 6, 2, 64)
+    codes_k, codes_v = ((x.clamp(-3, 3).nan_to_num(0) * 30).to(dtype) for x in (case.k_cache, case.v_cache))
+    k_scale, v_scale = torch.tensor([0.02, 0.05])[:num_scales], torch.tensor([0.5, 0.01])[:num_scales]
+    for table, k, v in zip(case.tables, case.k, case.v, strict=True):  # the values that the codes stand for
+        for position in range(len(k)):
+            block, offset = table[position // 16], position % 16
+            k[position] = codes_k[block, :, offset].float() * k_scale[:, None]
+            v[position] = codes_v[block, :, offset].float() * v_scale[:, None]
+    case.k_cache, case.v_cache = codes_k, codes_v
+    outputs = case.run([(0, 0, 70), (1, 32, 33)], k_scale=k_scale, v_scale=v_scale)
+    for s, first in ((0, 0), (1, 32)):
+        expected = naive(case.q[s], case.k[s], case.v[s])[first:]
+        torch.testing.assert_close(outputs[s].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(1)])
+def test_fp8_without_a_scale_a_token_keeps_nan_codes(scale):
     case = Case([20], 1, 1, 64)
     case.k_cache = case.k_cache.nan_to_num(0).to(torch.float8_e4m3fn)
     case.v_cache = case.v_cache.nan_to_num(0).to(torch.float8_e4m3fn)
-    assert case.run([(0, 19, 20)])[0].isfinite().all()
+    scales = {"k_scale": scale, "v_scale": scale}
+    assert case.run([(0, 19, 20)], **scales)[0].isfinite().all()
     case.v_cache.view(torch.uint8)[case.tables[0][0], 0, 3, 5] = 0x7F
-    assert case.run([(0, 19, 20)])[0].isnan().sum() == 1
+    assert case.run([(0, 19, 20)], **scales)[0].isnan().sum() == 1
 
 
-def test_places_beyond_two_to_the_31_elements():
-    """One head of 2 values, blocks of 2^20 tokens: block 1024 begins at element 2^31. Only touched pages get memory."""
-    shape = (1026, 1, 1 << 20, 2)
-    cache = torch.empty(shape, dtype=torch.float8_e5m2)
-    cache[1024, 0, 0] = torch.tensor([1.0, 2.0]).to(torch.float8_e5m2)
-    table = torch.tensor([[1024]]).int()
-    lens = torch.tensor([1]).int()
-    output = paged_attention(torch.ones(1, 1, 2), cache, cache, table, torch.tensor([0, 1]).int(), lens, 1.0)
-    assert output.tolist() == [[[1.0, 2.0]]]
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_block_ids_that_straddle_two_to_the_31_elements(block_size, scaled):
+    """Blocks on both sides of element 2^31, and of 2^31 scales. Only pages that are touched get memory."""
+    head_dim, dtype = (1, torch.float8_e5m2) if scaled else (64, torch.float8_e5m2)
+    border = (1 << 31) // (block_size * head_dim)
+    shape = (border + 3, 1, block_size, head_dim)
+    k_cache, v_cache = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    scales = [torch.empty(shape[:-1]) if scaled else None for _ in "kv"]
+    table = torch.tensor([[border - 1, border, border + 1, 0, border + 2]]).int()
+    length = 4 * block_size + 1
+    values = torch.arange(1, length + 1) % 7 + 1.0  # e5m2 holds 1 to 8 exactly
+    for position in range(length):
+        block, offset = int(table[0, position // block_size]), position % block_size
+        k_cache[block, 0, offset] = torch.zeros(head_dim).to(dtype)
+        v_cache[block, 0, offset] = values[position].expand(head_dim).to(dtype)
+        for scale in scales:
+            if scale is not None:
+                scale[block, 0, offset] = 2.0
+    lens = torch.tensor([length]).int()
+    q = torch.ones(1, 1, head_dim)
+    output = paged_attention(q, k_cache, v_cache, table, torch.tensor([0, 1]).int(), lens, 1.0, *scales)
+    expected = values.mean().item() * (2 if scaled else 1)
+    assert output.flatten().tolist() == pytest.approx([expected] * head_dim, rel=1e-5)
+
+
+EIGHT_BITS = {name: torch.zeros(2, 2, 16, 8, dtype=torch.int8) for name in ("k_cache", "v_cache")}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"sliding_window": 0}, "sliding_window = 0"),
-        ({"k_scale": torch.zeros(3)}, "do not fit the cache"),
+        ({"soft_cap": 0.0}, "soft_cap = 0.0"),
+        ({"sinks": torch.zeros(3)}, "sinks"),
+        ({"sinks": torch.zeros(4).half()}, "sinks"),
+        ({"k_scale": torch.zeros(2), "v_scale": torch.zeros(2)}, "takes no scales"),
+        ({**EIGHT_BITS, "k_scale": torch.zeros(3), "v_scale": torch.zeros(3)}, "do not fit the cache"),
+        ({**EIGHT_BITS, "k_scale": torch.zeros(1).half(), "v_scale": torch.zeros(1)}, "do not fit the cache"),
+        ({**EIGHT_BITS, "k_scale": torch.zeros(1)}, "of one kind"),
+        ({**EIGHT_BITS, "k_scale": torch.zeros(2, 2, 16), "v_scale": torch.zeros(2)}, "of one kind"),
+        (EIGHT_BITS, "an int8 cache needs scales"),
+        ({"v_cache": torch.zeros(2, 2, 16, 8).bfloat16()}, "one shape and dtype"),
         ({"q": torch.zeros(1, 3, 8)}, r"queries \(1, 3, 8\)"),
         ({"seq_lens": torch.zeros(2).int()}, "2 lengths"),
     ],
