@@ -1,5 +1,5 @@
-"""Builds the operations' native code for this machine's CPU, once, and loads it. Called by each operation's cpu.py on
-first use, and ahead of that by `prepare` and `build`."""
+"""Builds the operations' native code for this machine's CPU, once, and loads it; or loads what was built ahead, for
+kinds of CPUs. Called by each operation's cpu.py on first use, and before that by `prepare`, `build`, `build_ahead`."""
 
 import ctypes
 import functools
@@ -13,10 +13,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from batchinfer.kernels.common.targets import cpu_lines, fitting_targets, targets_of_architecture
 
 KERNELS = Path(__file__).resolve().parents[1]
 OPERATIONS = (
@@ -46,6 +47,7 @@ _VARIANTS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fop
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
+_CARRIED = "prebuilt"  # folder beside the operations that a wheel may bring
 _built: list[Mapping[str, Path] | None] = []  # the libraries, once they are known; None where there are none
 
 
@@ -87,13 +89,31 @@ def build(report: Callable[[str], None]) -> Path:
     return next(iter(_build(report).values())).parent
 
 
+def build_ahead(report: Callable[[str], None], output: Path) -> Path:
+    """Compiles for every kind of CPU of this machine's architecture, each into a folder of `output`, which
+    BATCHINFER_KERNELS then names on other machines, or which lies in the package as kernels/prebuilt. Libraries of
+    other sources that lie there stay, unused. Returns `output`, absolute. Raises NativeBuildError."""
+    output = output.expanduser().absolute()
+    compiler = _find_compiler()
+    targets = targets_of_architecture()
+    if not targets:
+        raise NativeBuildError(f"no kind of CPU is known for {platform.machine()}; its kernels are built at first use")
+    try:
+        for target in targets:
+            variants = ((*target.options, "-fopenmp"), target.options)
+            _compile_missing(compiler, _libraries(output / target.name), variants, target.name, report)
+    except OSError as error:
+        raise NativeBuildError(f"{output} cannot be written: {error}") from error
+    return output
+
+
 def prepare(report: Callable[[str], None]) -> Mapping[str, Path] | None:
-    """`build`, where no operation has asked for it yet: each operation's library. None, and a line that says why, where
-    it fails."""
+    """Each operation's library, where no operation has asked for them yet: built ahead, else by `build`. None, and a
+    line that says why, where that fails."""
     with _lock:
         if not _built:
             try:
-                _built.append(_build(report))
+                _built.append(_built_ahead(report) or _build(report))
             except NativeBuildError as error:
                 report(f"the CPU kernels run in plain torch, which is slower: {error}")
                 _built.append(None)
@@ -103,15 +123,29 @@ def prepare(report: Callable[[str], None]) -> Mapping[str, Path] | None:
 def _build(report: Callable[[str], None]) -> Mapping[str, Path]:
     compiler = _find_compiler()
     directory = _cache_directory() / "native" / _machine_fingerprint(compiler)
-    libraries = {name: _library_path(directory, name) for name in OPERATIONS}
-    missing = {name: path for name, path in libraries.items() if not path.is_file()}
-    if missing:
-        report(f"compiling the CPU kernels for this machine with {compiler[0]}, once: {directory}")
-        try:
-            _compile(compiler, missing, directory)
-        except OSError as error:
-            raise NativeBuildError(f"{directory} cannot be written: {error}; set BATCHINFER_CACHE") from error
+    libraries = _libraries(directory)
+    try:
+        _compile_missing(compiler, libraries, _VARIANTS, "this machine", report)
+    except OSError as error:
+        raise NativeBuildError(f"{directory} cannot be written: {error}; set BATCHINFER_CACHE") from error
     return libraries
+
+
+def _built_ahead(report: Callable[[str], None]) -> Mapping[str, Path] | None:
+    """Of the fastest kind of CPU that this one is, of these very sources."""
+    named = os.environ.get("BATCHINFER_KERNELS")
+    for directory in ([Path(named).expanduser().absolute()] if named else []) + [KERNELS / _CARRIED]:
+        for target in fitting_targets():
+            libraries = _libraries(directory / target.name)
+            if all(path.is_file() for path in libraries.values()):
+                return libraries
+    if named:
+        report(f"BATCHINFER_KERNELS={named} has no CPU kernels of this version for this CPU: they are compiled")
+    return None
+
+
+def _libraries(directory: Path) -> Mapping[str, Path]:
+    return {name: _library_path(directory, name) for name in OPERATIONS}
 
 
 @functools.cache
@@ -165,19 +199,31 @@ def _fingerprint(*parts: str) -> str:
 
 def _cpu() -> str:
     """The machine's architecture and instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join([platform.machine(), *sorted({line for line in lines if line.startswith(wanted)})])
+    return f"{platform.machine()}\n{cpu_lines(('model name', 'flags', 'Features', 'CPU part'))}"
 
 
-def _compile(compiler: list[str], libraries: Mapping[str, Path], directory: Path) -> None:
+def _compile_missing(
+    compiler: list[str],
+    libraries: Mapping[str, Path],
+    variants: Sequence[tuple[str, ...]],
+    purpose: str,
+    report: Callable[[str], None],
+) -> None:
+    """libraries: of one directory. variants: further options, of which the first that the compiler takes are used."""
+    missing = {name: path for name, path in libraries.items() if not path.is_file()}
+    if missing:
+        directory = next(iter(missing.values())).parent
+        report(f"compiling the CPU kernels for {purpose} with {compiler[0]}, once: {directory}")
+        _compile(compiler, missing, directory, variants)
+
+
+def _compile(
+    compiler: list[str], libraries: Mapping[str, Path], directory: Path, variants: Sequence[tuple[str, ...]]
+) -> None:
     """All at once, one process each, into a directory of its own; whole libraries then take their names."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as partial:
-        flags = [*_FLAGS, *_accepted_variant(compiler, Path(partial))]
+        flags = [*_FLAGS, *_accepted_variant(compiler, Path(partial), variants)]
         outputs = {name: Path(partial) / f"{name}.so" for name in libraries}
         jobs = [
             subprocess.Popen(
@@ -195,11 +241,11 @@ def _compile(compiler: list[str], libraries: Mapping[str, Path], directory: Path
             os.replace(output, libraries[name])
 
 
-def _accepted_variant(compiler: list[str], scratch: Path) -> tuple[str, ...]:
+def _accepted_variant(compiler: list[str], scratch: Path, variants: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     source = scratch / "probe.cpp"
     source.write_text("int main() { return 0; }\n")
     error = ""
-    for variant in _VARIANTS:
+    for variant in variants:
         command = [*compiler, *_FLAGS, *variant, "-o", str(scratch / "probe.so"), str(source)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode == 0:

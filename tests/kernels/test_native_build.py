@@ -1,12 +1,13 @@
 """Building the native code: once, safely beside another process, with a clear way out where it cannot be."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from batchinfer.kernels.common import native
+from batchinfer.kernels.common import native, targets
 
 USUAL_CACHE = os.environ.get("BATCHINFER_CACHE", "")
 
@@ -133,3 +134,39 @@ def test_shares_the_threads_of_torch():
     assert out, error
     before, after = map(int, out.split())
     assert before == after >= 3
+
+
+def test_what_is_built_ahead_is_loaded_without_a_compiler(tmp_path, monkeypatch):
+    """Only a folder of a kind that this CPU is, and of these sources, counts; another is said to be of no use."""
+    told = []
+    ahead = native.build_ahead(told.append, tmp_path / "ahead")
+    assert sorted(path.name for path in ahead.iterdir()) == sorted(t.name for t in targets.targets_of_architecture())
+    assert all(names(directory) == ["rotary"] for directory in ahead.iterdir())
+    assert len(told) == len(targets.targets_of_architecture())
+    code = """if True:
+        from batchinfer.kernels.common import native
+        native.OPERATIONS = ("rotary",)
+        libraries = native.prepare(print)
+        print(libraries and libraries["rotary"].parent.name)"""
+    environment = {"PATH": "/nonexistent", "CXX": "", "BATCHINFER_CACHE": str(tmp_path / "cache")}
+    out, error = run_python(code, **environment, BATCHINFER_KERNELS=str(ahead)).communicate()
+    assert out.splitlines() == [targets.fitting_targets()[0].name], error
+    out, _ = run_python(code, **environment, BATCHINFER_KERNELS=str(tmp_path)).communicate()
+    assert "has no CPU kernels of this version" in out
+    assert "plain torch" in out
+    assert out.splitlines()[-1] == "None"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64")
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        ("fpu sse2", "x86-64"),
+        ("avx avx2 bmi1 bmi2 f16c fma abm movbe", "x86-64-v3"),
+        ("avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16", "x86-64-v4"),
+    ],
+)
+def test_the_fastest_kind_that_a_cpu_is(monkeypatch, flags, best):
+    monkeypatch.setattr(targets, "cpu_lines", lambda wanted: f"flags\t\t: {flags}")
+    assert targets.fitting_targets()[0].name == best
+    assert targets.fitting_targets()[-1].name == "x86-64"
