@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ELEMENTS = 2**22  # logits of one side held at once: 16 MiB of float32, or one row where the vocabulary is larger
+_ELEMENTS = 2**24  # logits of a side held at once: 64 MiB of float32, or one row where the vocabulary is larger
+_BLOCK_ELEMENTS = 2**19  # of them, those worked on at once: they stay in the processor's cache
 Floats = npt.NDArray[np.float32]
 
 
@@ -54,19 +55,14 @@ def join(parts: list[Divergence]) -> Divergence:
 @torch.inference_mode()
 def score(head: Head, hidden: Tensor, targets: Tensor) -> Floats:
     """float32 [n]: the natural log-probability of targets[i] (int64 [n]) after hidden[i] ([n, hidden_size])."""
-    return _numpy(
-        torch.cat([_gather(_log_softmax(head, hidden[rows]), targets[rows]) for rows in _chunks(head, hidden)])
-    )
+    return _numpy(torch.cat([_gather(block, targets[rows]) for rows, block in _log_softmax(head, hidden)]))
 
 
 @torch.inference_mode()
 def compare(head: Head, hidden: Tensor, reference_hidden: Tensor) -> Divergence:
     """Of n positions of the same model over the same tokens. hidden, reference_hidden: [n, hidden_size]."""
-    parts = [
-        _diverge(_log_softmax(head, hidden[rows]), _log_softmax(head, reference_hidden[rows]))
-        for rows in _chunks(head, hidden)
-    ]
-    return join(parts)
+    pairs = zip(_log_softmax(head, hidden), _log_softmax(head, reference_hidden), strict=True)
+    return join([_diverge(block, reference) for (_, block), (_, reference) in pairs])
 
 
 @torch.inference_mode()
@@ -75,22 +71,22 @@ def score_against(
 ) -> tuple[Floats, Floats, Divergence]:
     """score() of both sides and their divergence, each of n positions. Both have the same vocabulary."""
     scores, reference_scores, parts = [], [], []
-    for rows in _chunks(head, hidden):
-        logprobs = _log_softmax(head, hidden[rows])
-        reference = _log_softmax(reference_head, reference_hidden[rows])
-        scores.append(_gather(logprobs, targets[rows]))
+    pairs = zip(_log_softmax(head, hidden), _log_softmax(reference_head, reference_hidden), strict=True)
+    for (rows, block), (_, reference) in pairs:
+        scores.append(_gather(block, targets[rows]))
         reference_scores.append(_gather(reference, targets[rows]))
-        parts.append(_diverge(logprobs, reference))
+        parts.append(_diverge(block, reference))
     return _numpy(torch.cat(scores)), _numpy(torch.cat(reference_scores)), join(parts)
 
 
-def _chunks(head: Head, hidden: Tensor) -> Iterator[slice]:
-    step = max(1, _ELEMENTS // head.vocab_size)
-    return (slice(start, start + step) for start in range(0, len(hidden), step))
-
-
-def _log_softmax(head: Head, hidden: Tensor) -> Tensor:
-    return head.compute_logits(hidden).float().log_softmax(dim=-1)
+def _log_softmax(head: Head, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, float32 [rows, vocab_size]) in blocks, the same for any two heads of one vocabulary."""
+    rows_at_once, block_rows = (max(1, size // head.vocab_size) for size in (_ELEMENTS, _BLOCK_ELEMENTS))
+    for first in range(0, len(hidden), rows_at_once):
+        logits = head.compute_logits(hidden[first : first + rows_at_once])
+        for start in range(0, len(logits), block_rows):
+            block = logits[start : start + block_rows].float().log_softmax(dim=-1)
+            yield slice(first + start, first + start + len(block)), block
 
 
 def _gather(logprobs: Tensor, token_ids: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ def log_softmax(head, hidden):
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
-@pytest.mark.parametrize("elements", [1, 33, 2**22])  # 1 row, 3 rows, all rows at once
-def test_scores_and_divergence(elements, monkeypatch):
-    monkeypatch.setattr(divergence, "_ELEMENTS", elements)
+@pytest.mark.parametrize(("rows", "block_rows"), [(1, 1), (4, 3), (5, 2), (99, 99), (0, 0)])
+def test_scores_and_divergence(rows, block_rows, monkeypatch):
+    monkeypatch.setattr(divergence, "_ELEMENTS", rows * Head.vocab_size)
+    monkeypatch.setattr(divergence, "_BLOCK_ELEMENTS", block_rows * Head.vocab_size)
     noise = torch.Generator().manual_seed(9)
     hidden, reference_hidden = torch.randn(2, 7, 5, generator=noise)
     targets = torch.tensor([0, 10, 3, 3, 5, 1, 2])
