@@ -13,7 +13,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsCheckpoint:
-    """One file, or the shards that an index names. Raises BatchInferError where files are missing or broken."""
+    """One file, whatever its name, or the shards that an index names. Raises BatchInferError where files are missing or
+    broken."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,9 +44,19 @@ class SafetensorsCheckpoint:
         if (self._path / _SINGLE).exists():
             return dict.fromkeys(_tensor_names(self._path / _SINGLE), self._path / _SINGLE)
         if not index.exists():
-            raise BatchInferError(f"{self._path}: there is neither {_SINGLE} nor {_INDEX}; only safetensors are loaded")
+            return self._list_other()
         shards = {self._path / name for name in json.loads(index.read_text())["weight_map"].values()}
         return {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
+
+    def _list_other(self) -> dict[str, Path]:
+        """Older quantisers name the file after its bits and groups."""
+        files = list(self._path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise BatchInferError(
+                f"{self._path}: there is neither {_SINGLE} nor {_INDEX}, but {len(files)} other .safetensors files; "
+                "only safetensors are loaded"
+            )
+        return dict.fromkeys(_tensor_names(files[0]), files[0])
 
 
 def _tensor_names(file: Path) -> list[str]:

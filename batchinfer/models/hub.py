@@ -11,6 +11,9 @@ from batchinfer.errors import BatchInferError, first_line
 _FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "model.safetensors.index.json",
     "*.safetensors",
     "tokenizer.json",

@@ -53,7 +53,7 @@ class CompressedTensorsScheme:
 
     @property
     def description(self) -> str:
-        return " and ".join(dict.fromkeys(group.description for group in self.groups))
+        return " and ".join(dict.fromkeys(group.description for group in self.groups)) or "KV scales alone"
 
     def is_quantized(self, tensors: ModuleTensors) -> bool:
         if tensors.has("weight") and tensors.has("weight_packed") and _fit(self.ignore, tensors.module):
@@ -138,9 +138,10 @@ def parse_compressed_tensors(fields: QuantizationFields) -> CompressedTensorsSch
     fields.refuse("transform_config")
     sparsity = fields.mapping("sparsity_config").raw("format", default="dense")
     fields.choice(sparsity, "sparsity_config.format", ("dense",))
-    fields.choice(fields.text("quantization_status", default="compressed"), "quantization_status", ("compressed",))
     groups = fields.mapping("config_groups").items()
-    if not groups:
+    if groups:
+        fields.choice(fields.text("quantization_status", default="compressed"), "quantization_status", ("compressed",))
+    elif not fields.raw("kv_cache_scheme"):
         raise fields.error("config_groups", {}, "names no quantised layers")
     ignore = fields.texts("ignore")
     for text in ignore:

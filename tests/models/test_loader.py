@@ -177,6 +177,14 @@ def test_sharded_checkpoint_equals_the_whole(tmp_path):
         load_decoder(tmp_path / "parts")
 
 
+def test_a_single_file_may_have_any_name(tiny):
+    (tiny / "model.safetensors").rename(tiny / "gptq_model-4bit-128g.safetensors")
+    assert load_decoder(tiny).dtype == torch.float32
+    save_file({"a": torch.zeros(1)}, tiny / "other.safetensors")
+    with pytest.raises(BatchInferError, match="but 2 other"):
+        load_decoder(tiny)
+
+
 def test_dtype_is_the_checkpoints_own_unless_chosen(tiny):
     config = json.loads((tiny / "config.json").read_text())
     assert load_decoder(tiny, "bf16").dtype == torch.bfloat16

@@ -295,6 +295,19 @@ def test_file_decides_what_is_quantised_and_the_list_where_it_has_both():
     assert [is_quantized(scheme, packed | floats) for scheme in (listed, unlisted)] == [False, True]
 
 
+def test_a_config_may_be_about_the_kv_cache_alone():
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }
+    tensors = {f"{MODULE}.weight": torch.zeros(16, 64).bfloat16()}
+    layer = ModuleTensors(TensorDict(tensors), MODULE, set(tensors), torch.device("cpu"))
+    assert not parse(config, "config.json").is_quantized(layer)
+
+
 def awq_without(name):
     def change(tensors):
         del tensors[name]
