@@ -22,7 +22,7 @@ from batchinfer.kernels.gated_activation import gated_activation
 from batchinfer.kernels.kv_store import rotary_kv_store
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
-from batchinfer.models import linear, packed_linear
+from batchinfer.models import linear
 from batchinfer.models.resolve import resolve_model
 from batchinfer.request import Request, RequestId, SamplingParams
 
@@ -37,9 +37,8 @@ _OPERATIONS: Mapping[Any, str] = {
     Sampler.sample: "sampling",
 } | {
     method: "matmul"
-    for module in (linear, packed_linear)
-    for value in vars(module).values()
-    if isinstance(value, type) and value.__module__ == module.__name__ and value is not linear.Projection
+    for value in vars(linear).values()
+    if isinstance(value, type) and value.__module__ == linear.__name__ and value is not linear.Projection
     for method in (value.__call__, value.fill)  # type: ignore[attr-defined]
 }
 
@@ -181,8 +180,7 @@ def _matmul_rate(device: str) -> float:
     rows, inputs, outputs = _MATMUL
     x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device)
     weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
-    can_pack = packed_linear.PackedLinear.can_pack(weight)
-    product = packed_linear.PackedLinear(weight) if can_pack else linear.Linear(weight)
+    product = linear.PackedLinear(weight) if linear.PackedLinear.is_best_for(weight) else linear.Linear(weight)
 
     def products() -> None:
         for _ in range(10):

@@ -13,7 +13,7 @@ from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
 from batchinfer.models.attention import Attention, StepRotation
 from batchinfer.models.batch import Batch
-from batchinfer.models.linear import Int8Linear, Projection
+from batchinfer.models.linear import Linear, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
 from batchinfer.models.spec import DecoderSpec
@@ -108,9 +108,9 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size], rows of forward's result. Returns [n, vocab_size] in the model's dtype, or float32
-        from a head of 8-bit integers, whose sums are finer than that."""
-        if not isinstance(self._lm_head, Int8Linear):
+        """hidden: [n, hidden_size], rows of forward's result. Returns [n, vocab_size], float32 where the head's sums
+        are, else in the model's dtype. Rounding to bf16 would make likely tokens equal and change answers."""
+        if isinstance(self._lm_head, Linear):
             return self._lm_head(hidden)
         logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
         self._lm_head.fill(logits, hidden)

@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchinfer.kernels.quantized_linear import pack_weight, packed_linear, quantize_weight, quantized_linear
+from batchinfer.kernels.quantized_linear import (
+    can_pack_bf16,
+    pack_weight,
+    packed_linear,
+    quantize_weight,
+    quantized_linear,
+)
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
 
 ROW_MULTIPLE = 4
@@ -75,15 +81,21 @@ class Int8Linear:
         quantized_linear(x, self._weight, self._bias, out)
 
 
-class WeightOnlyLinear:
-    """A projection by a checkpoint's quantised weight, which stays packed in memory; activations and sums are floats.
+class PackedLinear:
+    """A projection whose weight lies in the order that its product reads it in: a checkpoint's quantised weight, as it
+    is, or a bf16 one. Activations keep their precision, and sums are float32.
 
     bias: [out_features] or None.
     """
 
-    def __init__(self, weight: IntegerWeight | Fp8Weight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: IntegerWeight | Fp8Weight | Tensor, bias: Tensor | None = None) -> None:
         self._weight = pack_weight(weight)
         self._bias = None if bias is None else bias.to(torch.float32)
+
+    @staticmethod
+    def is_best_for(weight: Tensor) -> bool:
+        """Whether it is faster than Linear."""
+        return can_pack_bf16(weight)
 
     @property
     def nbytes(self) -> int:

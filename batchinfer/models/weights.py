@@ -11,9 +11,8 @@ from batchinfer.kernels.quantized_linear.stored import concatenate
 from batchinfer.models.attention import Attention
 from batchinfer.models.decoder import Decoder, DecoderLayer
 from batchinfer.models.families.common import WeightNames
-from batchinfer.models.linear import Int8Linear, Linear, Projection, SideBySide, WeightOnlyLinear
+from batchinfer.models.linear import Int8Linear, Linear, PackedLinear, Projection, SideBySide
 from batchinfer.models.mlp import GatedMLP
-from batchinfer.models.packed_linear import PackedLinear
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.kv_scales import KVScales, are_usable, take_kv_scales
 from batchinfer.quantization.scheme import QuantizationScheme, Stored
@@ -167,7 +166,7 @@ class _Builder:
 
     def _quantized_projection(self, weight: Stored, bias: Tensor | None) -> Projection:
         if self._activation_dtype == "auto":
-            projection: Projection = WeightOnlyLinear(weight, bias)
+            projection: Projection = PackedLinear(weight, bias)
         else:
             projection = Int8Linear(weight.dequantize(), bias)
         self._weight_bytes += projection.nbytes - (0 if bias is None else bias.nbytes)
@@ -176,11 +175,11 @@ class _Builder:
     def _projection(self, weight: Tensor, bias: Tensor | None, is_shared: bool = False) -> Projection:
         """is_shared: something else keeps the weight, too."""
         own = Linear(weight, bias)
-        if self._activation_dtype == "auto":
-            return own if is_shared or not PackedLinear.can_pack(weight) else PackedLinear(weight, bias)
-        quantised = Int8Linear(weight, bias)
-        self._weight_bytes += quantised.nbytes - (0 if is_shared else own.nbytes)
-        return quantised
+        if self._activation_dtype == "auto" and not PackedLinear.is_best_for(weight):
+            return own
+        made = (PackedLinear if self._activation_dtype == "auto" else Int8Linear)(weight, bias)
+        self._weight_bytes += made.nbytes - (0 if is_shared else own.nbytes)
+        return made
 
     def _vector(self, name: str, size: int) -> Tensor:
         return self._stack([name], [size])

@@ -144,7 +144,7 @@ def test_bf16_logits_are_close_to_hugging_face(tmp_path):
     decoder = load_decoder(save(model, tmp_path), "bf16")
     ours = Runner(decoder).logits("a", ids, [50])
     theirs = hf_logits(model.bfloat16(), ids).float()
-    assert ours.dtype == torch.bfloat16
+    assert decoder.dtype == torch.bfloat16
     assert (ours - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
 
 

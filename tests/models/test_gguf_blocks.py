@@ -25,7 +25,7 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
 
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.models.gguf_conversion import convert_gguf
-from batchinfer.models.linear import SideBySide, WeightOnlyLinear
+from batchinfer.models.linear import PackedLinear, SideBySide
 from batchinfer.models.loader import load_decoder
 
 IDS = torch.arange(7, 7 + 24) * 5 % SIZES["vocab_size"]
@@ -46,8 +46,8 @@ def test_logits_are_those_of_the_file_s_numbers(config_class, tied, kind, tmp_pa
     write_model(tmp_path / "tiny.gguf", model, kind)  # leaves the file's numbers in the model
     path = convert(tmp_path / "tiny.gguf", packed=True)
     decoder = load_decoder(path, "fp32", quantization="gguf")
-    assert isinstance(decoder._layers[0].attention._qkv, WeightOnlyLinear)
-    assert isinstance(decoder._lm_head, WeightOnlyLinear)
+    assert isinstance(decoder._layers[0].attention._qkv, PackedLinear)
+    assert isinstance(decoder._lm_head, PackedLinear)
     ours = Runner(decoder).logits("a", IDS, [24])
     with torch.inference_mode():
         torch.testing.assert_close(ours, model(IDS[None]).logits[0], rtol=1e-3, atol=1e-3)
@@ -94,7 +94,7 @@ def test_blocks_of_two_types_in_a_layer(tmp_path):
     path = convert(tmp_path / "tiny.gguf", packed=True)
     decoder = load_decoder(path, "fp32")
     assert isinstance(decoder._layers[0].attention._qkv, SideBySide)  # queries and keys of Q4_K, values of Q6_K
-    assert isinstance(decoder._layers[0].mlp._gate_up, WeightOnlyLinear)
+    assert isinstance(decoder._layers[0].mlp._gate_up, PackedLinear)
     ours = Runner(decoder).logits("a", IDS, [24])
     assert ours.std() > 0.01
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from tiny_models import Runner, make_hf_model, save
 
 from batchinfer.config import ModelConfig
 from batchinfer.errors import BatchInferError, UsageError
-from batchinfer.models.linear import Int8Linear, Linear, SideBySide, WeightOnlyLinear
+from batchinfer.models.linear import Int8Linear, Linear, PackedLinear, SideBySide
 from batchinfer.models.loader import checkpoint_options, load_decoder
 
 IDS = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(4))
@@ -46,8 +46,8 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path, form):
     checkpoint = written(tmp_path, form)
     decoder = load_decoder(checkpoint.path, "fp32")
     layer = decoder._layers[1]
-    assert isinstance(layer.mlp._gate_up, WeightOnlyLinear)
-    assert isinstance(layer.attention._qkv, WeightOnlyLinear)
+    assert isinstance(layer.mlp._gate_up, PackedLinear)
+    assert isinstance(layer.attention._qkv, PackedLinear)
     floats = load_decoder(save(checkpoint.dequantized, tmp_path / "floats"), "fp32")
     assert decoder.num_parameters == floats.num_parameters
     ours, expected = (Runner(one).logits("a", IDS, [40]) for one in (decoder, floats))
@@ -76,7 +76,7 @@ def test_a_float_layer_among_quantised_ones(tmp_path, form):
     decoder = load_decoder(checkpoint.path, "fp32")
     assert isinstance(decoder._layers[1].attention._qkv, SideBySide)
     assert isinstance(decoder._layers[1].mlp._down, Linear)
-    assert isinstance(decoder._layers[0].attention._qkv, WeightOnlyLinear)
+    assert isinstance(decoder._layers[0].attention._qkv, PackedLinear)
     expected = logits(save(checkpoint.dequantized, tmp_path / "floats"))
     torch.testing.assert_close(logits(checkpoint.path), expected, rtol=1e-4, atol=1e-4)
 
@@ -105,7 +105,7 @@ def test_biases_of_the_model_and_zeros_that_it_does_not_have(tmp_path):
 def test_a_quantised_head(tmp_path, tied):
     checkpoint = write_checkpoint(tmp_path / "a", tiny(tie_word_embeddings=tied), "gptq", lm_head=True)
     decoder = load_decoder(checkpoint.path, "fp32")
-    assert isinstance(decoder._lm_head, WeightOnlyLinear)
+    assert isinstance(decoder._lm_head, PackedLinear)
     hidden = torch.randn(5, 64)
     expected = hidden @ checkpoint.weights["lm_head"].T
     torch.testing.assert_close(decoder.compute_logits(hidden), expected, rtol=1e-4, atol=1e-4)
