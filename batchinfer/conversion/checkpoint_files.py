@@ -131,7 +131,8 @@ def _write_file(storage: Storage, name: str, entries: Sequence[TensorEntry]) -> 
         header += b" " * (-len(header) % 8)
         file.write(struct.pack("<Q", len(header)) + header)
         for entry in entries:
-            file.write(memoryview(entry.read().contiguous().flatten().view(torch.uint8).numpy()))
+            octets: Any = entry.read().contiguous().flatten().view(torch.uint8).numpy()
+            file.write(octets)
 
 
 def _header(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, Any]]:
