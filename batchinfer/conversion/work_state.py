@@ -15,6 +15,7 @@ from batchinfer.errors import UsageError
 FOLDER = "_quantize"
 RECORD = "batchinfer_quantize.json"  # stays in the finished directory
 _PLAN = f"{FOLDER}/plan.json"
+_NAMES = ("model", "licence", "calibration")  # for people; fingerprints tell whether it is the same
 
 
 class WorkState:
@@ -84,7 +85,7 @@ class WorkState:
             return
         earlier = json.loads(self.storage.read(found))
         for name, value in self._record.items():
-            if earlier.get(name) != value:
+            if name not in _NAMES and earlier.get(name) != value:
                 raise UsageError(
                     f"--output {self._output}: it was begun with {name} {earlier.get(name)!r}, not {value!r}; give "
                     "that again, or choose another directory"

@@ -219,6 +219,8 @@ def test_other_options_do_not_carry_on(model, text_file, tmp_path):
     run(model, tmp_path / "out", text_file, method="rtn")
     with pytest.raises(UsageError, match=r"begun with bits 4, not 8; give that again, or choose another directory"):
         run(model, tmp_path / "out", text_file, method="rtn", bits=8)
+    moved = shutil.copytree(model, tmp_path / "moved")
+    assert "finished already" in run(moved, tmp_path / "out", text_file, method="rtn")[-1]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"holds notes.txt already; choose an empty directory"):
