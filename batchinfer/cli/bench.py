@@ -5,6 +5,7 @@ from typing import Any, TextIO
 
 import click
 
+from batchinfer.cli.bench_kernels import kernels
 from batchinfer.cli.options import JobCommand, TitledCommand, effective_options, options_of_run
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
@@ -15,6 +16,9 @@ _OF_A_STEP = ("dtype", "activation_dtype", "quantization", "kv_cache_dtype", "kv
 @click.group()
 def bench() -> None:
     """Measure a job; its answers are not written."""
+
+
+bench.add_command(kernels)
 
 
 @bench.command(cls=JobCommand, short_help="Tokens per second, latencies and memory.")

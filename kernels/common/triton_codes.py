@@ -33,12 +33,12 @@ def encode(x, CODE: tl.constexpr, LARGEST: tl.constexpr):
     limited = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     if CODE == "int8":
         whole = (limited + 12582912.0) - 12582912.0  # 1.5 * 2^23: adding it rounds to whole numbers
-        return tl.where(x == x, whole, 0.0).to(tl.int8).to(tl.uint8, bitcast=True)
-    if CODE == "e4m3":
-        code = _float_code(limited, 3, 7, 16384.0, 0.015625)
+        code = tl.where(x == x, whole, 0.0).to(tl.int8).to(tl.uint8, bitcast=True)
+    elif CODE == "e4m3":
+        code = tl.where(x == x, _float_code(limited, 3, 7, 16384.0, 0.015625), 0x7F).to(tl.uint8)
     else:
-        code = _float_code(limited, 2, 15, 128.0, 6.103515625e-05)
-    return tl.where(x == x, code, 0x7F).to(tl.uint8)
+        code = tl.where(x == x, _float_code(limited, 2, 15, 128.0, 6.103515625e-05), 0x7F).to(tl.uint8)
+    return code
 
 
 @triton.jit
@@ -80,12 +80,14 @@ def _nearest(x, MANTISSA: tl.constexpr, ADDEND: tl.constexpr, LEAST_NORMAL: tl.c
 def decode(codes, CODE: tl.constexpr, NATIVE: tl.constexpr):
     """Codes, uint8, to float16, which holds each of them exactly. NATIVE: the device has e4m3. NaN stays NaN."""
     if CODE == "int8":
-        return codes.to(tl.int8, bitcast=True).to(tl.float16)
-    if CODE == "e5m2":
-        return (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-    if NATIVE:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    wide = codes.to(tl.uint16)
-    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    value = bits.to(tl.float16, bitcast=True) * 256.0  # exponents are biased by 7 there and by 15 here
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+        value = codes.to(tl.int8, bitcast=True).to(tl.float16)
+    elif CODE == "e5m2":
+        value = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    elif NATIVE:
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        wide = codes.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        finite = bits.to(tl.float16, bitcast=True) * 256.0  # exponents are biased by 7 there and by 15 here
+        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), finite)
+    return value

@@ -76,7 +76,7 @@ def _dissect_hip(kernel: CompiledKernel, target: Target) -> Anatomy:
     return Anatomy(
         name=kernel.name,
         registers=entry("vgpr_count"),
-        spills=entry("vgpr_spill_count") + entry("sgpr_spill_count"),
+        spills=entry("vgpr_spill_count"),  # scalar registers go to lanes of vector ones, not to memory
         shared_bytes=kernel.metadata.shared,
         matrix_products=len(re.findall(target.matrix_instruction, code)),
         load_bits=loads,

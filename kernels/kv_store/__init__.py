@@ -4,7 +4,7 @@ attention layer before paged_attention."""
 from types import ModuleType
 
 import torch
-from batchinfer.kernels.common.fp8 import check_scales, is_per_token
+from batchinfer.kernels.common.fp8 import check_scales
 from batchinfer.kernels.kv_store import cpu, reference
 from batchinfer.kernels.rotary import check_rotary
 
@@ -34,7 +34,7 @@ def kv_store(
     """
     _check(k, v, k_cache, v_cache, slot_mapping)
     check_scales(k_cache, k_scale, v_scale)
-    backend = _backend(k, v, k_cache, k_scale)
+    backend = _backend(k, v, k_cache)
     backend.kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -57,7 +57,7 @@ def rotary_kv_store(
     check_rotary(q, k, positions, cos_sin_cache)
     _check(k, v, k_cache, v_cache, slot_mapping)
     check_scales(k_cache, k_scale, v_scale)
-    backend = _backend(k, v, k_cache, k_scale, has_native_form=q.dtype == k.dtype)
+    backend = _backend(k, v, k_cache, has_native_form=q.dtype == k.dtype)
     return backend.rotary_kv_store(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
@@ -65,19 +65,16 @@ def _backend(
     k: torch.Tensor,
     v: torch.Tensor,
     k_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
     has_native_form: bool = True,
 ) -> ModuleType:
-    if k.is_cuda and (k_scale is None or is_per_token(k_scale)):
+    if k.is_cuda:
         from batchinfer.kernels.kv_store import gpu  # here, as it brings Triton
 
         return gpu
     return cpu if has_native_form and cpu.can_run(k, v, k_cache) else reference
 
 
-def _check(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> None:
+def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
         raise ValueError("k_cache and v_cache must be of one shape and dtype")
     _, num_kv_heads, _, head_dim = k_cache.shape

@@ -1,5 +1,7 @@
 """Layer normalisation, alone and after a residual sum. Called by the decoder's layers."""
 
+from types import ModuleType
+
 import torch
 from batchinfer.kernels.layer_norm import cpu, reference
 
@@ -12,8 +14,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     do not fit. Source: Ba, Kiros, Hinton, arXiv 1607.06450.
     """
     _check(x, weight, bias)
-    backend = cpu if cpu.can_run(x, weight, bias) else reference
-    return backend.layer_norm(x, weight, bias, eps)
+    return _backend(x, weight, bias).layer_norm(x, weight, bias, eps)
 
 
 def add_layer_norm(
@@ -23,8 +24,15 @@ def add_layer_norm(
     _check(x, weight, bias)
     if residual.shape != x.shape:
         raise ValueError(f"residual {tuple(residual.shape)} does not fit x {tuple(x.shape)}")
-    backend = cpu if cpu.can_run(x, weight, bias, residual) else reference
-    return backend.add_layer_norm(x, residual, weight, bias, eps)
+    return _backend(x, weight, bias, residual).add_layer_norm(x, residual, weight, bias, eps)
+
+
+def _backend(x: torch.Tensor, *others: torch.Tensor | None) -> ModuleType:
+    if x.is_cuda:
+        from batchinfer.kernels.layer_norm import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if cpu.can_run(x, *others) else reference
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

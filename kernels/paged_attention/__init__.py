@@ -1,5 +1,7 @@
 """Causal attention of new tokens over the paged KV cache. Called by each attention layer after kv_store."""
 
+from types import ModuleType
+
 import torch
 from batchinfer.kernels.common.fp8 import check_scales
 from batchinfer.kernels.paged_attention import cpu, reference
@@ -42,8 +44,16 @@ def paged_attention(
     check_scales(k_cache, k_scale, v_scale)
     variant = Variant(scale, sliding_window, soft_cap, sinks)
     variant.validate(q.shape[1])
-    backend = cpu if cpu.can_run(q, k_cache) else reference
+    backend = _backend(q, k_cache)
     return backend.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, variant)
+
+
+def _backend(q: torch.Tensor, k_cache: torch.Tensor) -> ModuleType:
+    if q.is_cuda:
+        from batchinfer.kernels.paged_attention import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if cpu.can_run(q, k_cache) else reference
 
 
 def _check(

@@ -78,9 +78,7 @@ def _small(values):
 
 @triton.jit
 def _byte(values, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    if KIND == "e4m3":
-        return decode(values, "e4m3", NATIVE).to(tl.float32)
-    return _small(values)
+    return decode(values, "e4m3", NATIVE).to(tl.float32) if KIND == "e4m3" else _small(values)
 
 
 @triton.jit

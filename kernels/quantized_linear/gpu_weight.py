@@ -41,6 +41,30 @@ class GpuWeight:
             t.nbytes for t in (self.values, self.scales, self.zeros, self.offsets, self.permutation) if t is not None
         )
 
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[num_outputs, num_inputs] in the order of the inputs, computed in float32 and rounded once."""
+        numbers = self._numbers()
+        group = torch.arange(self.num_inputs, device=numbers.device) // (self.run * self.group_runs)
+        numbers = numbers[:, : self.num_inputs]
+        if self.zeros is not None:
+            numbers = numbers - self.zeros[group].T
+        numbers = numbers * self.scales[group].T
+        if self.offsets is not None:
+            numbers = numbers + self.offsets[group].T
+        if self.permutation is None:
+            return numbers.to(dtype)
+        out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
+        out[:, self.permutation] = numbers.to(dtype)
+        return out
+
+    def _numbers(self) -> Tensor:
+        """float32 [num_outputs, inputs with filling]"""
+        if self.kind == Kind.INT4:
+            packed = self.values.view(self.num_outputs, -1, 1, self.run)
+            return torch.cat((packed & 15, packed >> 4), dim=2).flatten(1).to(torch.float32)
+        values = self.values.view(torch.float8_e4m3fn) if self.kind == Kind.E4M3 else self.values
+        return values.to(torch.float32)
+
 
 def pack_weight(weight: IntegerWeight | Fp8Weight) -> GpuWeight:
     """Raises ValueError on groups that are no multiple of 32 inputs."""
@@ -60,13 +84,20 @@ def pack_weight(weight: IntegerWeight | Fp8Weight) -> GpuWeight:
     return GpuWeight(
         kind,
         filled.contiguous(),
-        *(None if x is None else x.to(torch.float32).T.contiguous() for x in (scales, zeros, offsets)),
+        _by_group(scales),
+        None if zeros is None else _by_group(zeros),
+        None if offsets is None else _by_group(offsets),
         run,
         -(-group // run),
         permutation,
         num_outputs,
         num_inputs,
     )
+
+
+def _by_group(parameters: Tensor) -> Tensor:
+    """[num_outputs, groups] to float32 [groups, num_outputs]."""
+    return parameters.to(torch.float32).T.contiguous()
 
 
 def _run_of(group: int, num_inputs: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs triton_interpreted.py under Triton's interpreter, in a process of its own."""
+"""Runs the files triton_interpreted*.py under Triton's interpreter, in a process of their own."""
 
 import os
 import re
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-GRID = Path(__file__).with_name("triton_interpreted.py")
+GRID = sorted(Path(__file__).parent.glob("triton_interpreted*.py"))
 
 
 def run_interpreted(*options: str) -> str:
-    command = [sys.executable, "-m", "pytest", str(GRID), "-q", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", *map(str, GRID), "-q", "-o", "addopts=", *options]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -21,6 +21,13 @@ def run_interpreted(*options: str) -> str:
 
 
 def test_kernels_equal_their_references():
-    passed = re.search(r"(\d+) passed", run_interpreted())
+    passed = re.search(r"(\d+) passed", run_interpreted("-m", "not slow"))
     assert passed
-    assert int(passed[1]) > 80
+    assert int(passed[1]) > 160
+
+
+@pytest.mark.slow
+def test_attention_equals_dense_softmax_for_every_shape():
+    passed = re.search(r"(\d+) passed", run_interpreted("-m", "slow"))
+    assert passed
+    assert int(passed[1]) == 84

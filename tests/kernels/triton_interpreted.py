@@ -11,6 +11,10 @@ from batchinfer.kernels.gated_activation import gpu as gated_gpu
 from batchinfer.kernels.gated_activation import reference as gated_reference
 from batchinfer.kernels.kv_store import gpu as store_gpu
 from batchinfer.kernels.kv_store import reference as store_reference
+from batchinfer.kernels.layer_norm import gpu as layer_norm_gpu
+from batchinfer.kernels.layer_norm import reference as layer_norm_reference
+from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight
+from batchinfer.kernels.quantized_linear import gpu as linear_gpu
 from batchinfer.kernels.rms_norm import gpu as norm_gpu
 from batchinfer.kernels.rms_norm import reference as norm_reference
 from batchinfer.kernels.rotary import gpu as rotary_gpu
@@ -52,6 +56,76 @@ def test_rms_norm_of_heads_within_a_wider_tensor():
     heads, weight = torch.randn(5, 9, 64).half(), torch.randn(64).half()
     q = heads[:, 2:6]
     close(norm_gpu.rms_norm(q, weight, 1e-6), norm_reference.rms_norm(q, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 64), (3, 80), (2, 2, 1000)])
+def test_layer_norm(dtype, biased, shape):
+    x, residual = torch.randn(shape).to(dtype) + 3, torch.randn(shape).to(dtype)
+    weight, bias = (torch.randn(shape[-1]).to(dtype) for _ in range(2))
+    arguments = (weight, bias if biased else None, 1e-5)
+    close(layer_norm_gpu.layer_norm(x, *arguments), layer_norm_reference.layer_norm(x, *arguments))
+    actual = layer_norm_gpu.add_layer_norm(x, residual, *arguments)
+    expected = layer_norm_reference.add_layer_norm(x, residual, *arguments)
+    close(actual[0], expected[0])
+    assert torch.equal(actual[1], expected[1])
+
+
+def integer_weight(bits, group, rows, columns, form, permuted):
+    groups = -(-columns // group)
+    shifts = torch.rand(rows, groups)
+    return IntegerWeight(
+        bits,
+        group,
+        torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8),
+        torch.rand(rows, groups).half() * 0.1,
+        (shifts * 2**bits).round() if form == "zeros" else None,
+        (shifts - 0.5).half() if form == "offsets" else None,
+        torch.randperm(columns) if permuted else None,
+    )
+
+
+WEIGHTS = [
+    (4, 128, 70, 256, "zeros", False),
+    (4, 32, 130, 96, "zeros", False),
+    (4, 64, 40, 192, "offsets", True),
+    (3, 100, 20, 100, "zeros", False),
+    (8, 64, 33, 320, "zeros", False),
+    (8, 32, 20, 64, "offsets", False),
+]
+
+
+def check_linear(weight, dtype, num_rows, biased):
+    x, bias = torch.randn(num_rows, weight.shape[1]).to(dtype), torch.randn(weight.shape[0]) if biased else None
+    out = torch.empty(num_rows, weight.shape[0], dtype=dtype)
+    packed = linear_gpu.pack_weight(weight)
+    assert torch.equal(packed.dequantize(dtype), weight.dequantize(dtype))
+    linear_gpu.packed_linear(x, packed, bias, out)
+    expected = x.double() @ weight.dequantize(dtype).double().T + (0 if bias is None else bias.double())
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-3
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_packed_linear_of_integers(dtype, num_rows, weight):
+    check_linear(integer_weight(*weight), dtype, num_rows, biased=num_rows != 5)
+
+
+@pytest.mark.parametrize("num_rows", [3, 70])
+@pytest.mark.parametrize("block", [(1, 256), (40, 128), (70, 256)])
+def test_packed_linear_of_fp8(num_rows, block):
+    values = torch.randn(70, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-70 // block[0]), 256 // block[1]) + 0.1
+    check_linear(Fp8Weight(values, scales, block), torch.float16, num_rows, biased=True)
+
+
+def test_packed_linear_cuts_many_inputs_of_few_rows():
+    weight = integer_weight(4, 128, 64, 4096, "zeros", False)
+    assert linear_gpu._splits(linear_gpu.pack_weight(weight), 2) == 8
+    check_linear(weight, torch.float16, 2, biased=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,6 +207,18 @@ def test_rotary_kv_store_has_the_bits_of_the_two(dtype, cache_dtype, q_heads, kv
     for (cache, scale), (expected, expected_scale) in zip(fused, apart, strict=True):
         same(cache, expected)
         same(scale, expected_scale)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (1, 1)])
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_kv_store_by_static_scales(cache_dtype, sizes):
+    k, v = (torch.randn(3, 2, 64).mul(20).half() for _ in range(2))
+    scales = [torch.tensor([0.05, 0.7])[:size] for size in sizes]
+    caches = [cache_of(cache_dtype, False)[0] for _ in range(4)]
+    for backend, (kc, vc) in ((store_gpu, caches[:2]), (store_reference, caches[2:])):
+        backend.kv_store(k, v, kc, vc, torch.tensor([6, -1, 0]), *scales)
+    for cache, expected in zip(caches[:2], caches[2:], strict=True):
+        same(cache, expected)
 
 
 @pytest.mark.parametrize("code", ["e4m3", "e5m2"])

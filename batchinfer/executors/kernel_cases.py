@@ -1,0 +1,185 @@
+"""The calls that the checks of the GPU kernels make: each operation at the sizes of known models. Used by kernel_gates
+and kernel_device."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 16
+CHUNK = 1024  # tokens of a prompt in one step
+NUM_SEQS = 64  # that decode beside each other
+CONTEXT = 2048  # tokens of each
+CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model's layer."""
+
+    name: str
+    hidden: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+
+
+MODELS = (
+    ModelShape("Llama-3.1-8B", 4096, 32, 8, 128, 14336),
+    ModelShape("Qwen3-8B", 4096, 32, 8, 128, 12288),
+    ModelShape("Qwen2.5-0.5B", 896, 14, 2, 64, 4864),
+    ModelShape("SmolLM2-135M", 576, 9, 3, 64, 1536),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """One call of an operation. The backends of `op` take the same arguments, which `arguments` makes on a device:
+    "meta" for none."""
+
+    name: str
+    op: str  # a package of kernels
+    function: str
+    arguments: Callable[[str], tuple[Any, ...]]
+    moved_bytes: int = 0  # that a device must read and write at least
+    flops: int = 0
+    has_matrix_products: bool = False  # of the kind that the gates ask for
+    reference: Callable[..., Any] | None = None  # None: the function of the op's own reference
+
+
+def cases(model: ModelShape) -> Iterator[KernelCase]:
+    yield from _elementwise(model)
+    for name, dtype in CACHES.items():
+        yield _store(model, name, dtype)
+        yield _chunk(model, name, dtype)
+        yield _decode(model, name, dtype)
+    for rows in (16, CHUNK):
+        yield _linear(model, rows, "int4")
+        yield _linear(model, rows, "fp8")
+
+
+def _values(device: str, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=device).to(torch.bfloat16)
+
+
+def _elementwise(model: ModelShape) -> Iterator[KernelCase]:
+    hidden, wide = (CHUNK, model.hidden), (CHUNK, 2 * model.intermediate)
+    row_bytes = 2 * CHUNK * model.hidden
+
+    def add_norm(device: str) -> tuple[Any, ...]:
+        return (*(_values(device, *hidden) for _ in range(2)), _values(device, model.hidden), 1e-5)
+
+    yield KernelCase("add_rms_norm", "rms_norm", "add_rms_norm", add_norm, 4 * row_bytes)
+
+    def add_layer_norm(device: str) -> tuple[Any, ...]:
+        weights = (_values(device, model.hidden) for _ in range(2))
+        return (*(_values(device, *hidden) for _ in range(2)), *weights, 1e-5)
+
+    yield KernelCase("add_layer_norm", "layer_norm", "add_layer_norm", add_layer_norm, 4 * row_bytes)
+
+    def head_norm(device: str) -> tuple[Any, ...]:
+        heads = _values(device, CHUNK, model.q_heads + 2 * model.kv_heads, model.head_dim)
+        return heads[:, : model.q_heads], _values(device, model.head_dim), 1e-6
+
+    head_bytes = 4 * CHUNK * model.q_heads * model.head_dim
+    yield KernelCase("rms_norm of heads", "rms_norm", "rms_norm", head_norm, head_bytes)
+
+    def gate(device: str) -> tuple[Any, ...]:
+        return _values(device, *wide), "silu"
+
+    yield KernelCase("gated_activation", "gated_activation", "gated_activation", gate, 6 * CHUNK * model.intermediate)
+
+
+def _store(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
+    def arguments(device: str) -> tuple[Any, ...]:
+        heads = _values(device, CHUNK, model.q_heads + 2 * model.kv_heads, model.head_dim)
+        q, k, v = heads.split([model.q_heads, model.kv_heads, model.kv_heads], dim=1)
+        table = torch.randn(CHUNK, model.head_dim, device=device)
+        tokens = torch.arange(CHUNK, device=device)
+        caches = _cache(model, dtype, CHUNK, device)
+        return q, k, v, tokens, table, *caches[:2], tokens.flip(0), *caches[2:]
+
+    heads = 4 * model.q_heads + (2 + dtype.itemsize) * 2 * model.kv_heads
+    return KernelCase(
+        f"rotary_kv_store {name}", "kv_store", "rotary_kv_store", arguments, CHUNK * model.head_dim * heads
+    )
+
+
+def _cache(model: ModelShape, dtype: torch.dtype, tokens: int, device: str) -> tuple[Tensor | None, ...]:
+    """Keys, values and their scales, for `tokens` tokens."""
+    shape = (-(-tokens // BLOCK_SIZE), model.kv_heads, BLOCK_SIZE, model.head_dim)
+    keys, values = (torch.randn(shape, device=device).mul_(20).to(dtype) for _ in range(2))
+    if dtype.itemsize > 1:
+        return keys, values, None, None
+    return keys, values, *(torch.rand(shape[:-1], device=device) * 0.05 for _ in range(2))
+
+
+def _attention(
+    model: ModelShape, dtype: torch.dtype, q_lens: list[int], contexts: list[int]
+) -> Callable[[str], tuple[Any, ...]]:
+    def arguments(device: str) -> tuple[Any, ...]:
+        from batchinfer.kernels.paged_attention.variant import Variant
+
+        keys, values, *scales = _cache(model, dtype, sum(contexts), device)
+        width = -(-max(contexts) // BLOCK_SIZE)
+        table = torch.arange(len(contexts) * width, device=device).view(-1, width).int()
+        offsets = torch.tensor([0, *q_lens], device=device).cumsum(0).int()
+        lengths = torch.tensor(contexts, device=device).int()
+        q = _values(device, sum(q_lens), model.q_heads, model.head_dim)
+        return q, keys, values, table, offsets, lengths, *scales, Variant(model.head_dim**-0.5)
+
+    return arguments
+
+
+def _chunk(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
+    """A whole prompt of two chunks' length: each query sees half of it on average."""
+    length = 2 * CHUNK
+    products = 4 * model.q_heads * model.head_dim * length * (length + 1) // 2
+    arguments = _attention(model, dtype, [length], [length])
+    return KernelCase(f"attention, prompt, {name}", "paged_attention", "paged_attention", arguments, 0, products, True)
+
+
+def _decode(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
+    arguments = _attention(model, dtype, [1] * NUM_SEQS, [CONTEXT] * NUM_SEQS)
+    vector = model.head_dim * dtype.itemsize + (4 if dtype.itemsize == 1 else 0)
+    moved = NUM_SEQS * CONTEXT * model.kv_heads * 2 * vector
+    return KernelCase(f"attention, new tokens, {name}", "paged_attention", "paged_attention", arguments, moved)
+
+
+def _linear(model: ModelShape, rows: int, name: str) -> KernelCase:
+    """The product behind the MLP's gate. W4: groups of 128 with zeros; fp8: a scale a channel."""
+    n, k, group = 2 * model.intermediate, model.hidden, 128 if name == "int4" and model.hidden % 128 == 0 else None
+
+    def arguments(device: str) -> tuple[Any, ...]:
+        x = _values(device, rows, k)
+        return x, _weight(name, n, k, group or k, device), None, torch.empty(rows, n, dtype=x.dtype, device=device)
+
+    bytes_of_weight = n * k // (2 if name == "int4" else 1)
+    return KernelCase(
+        f"packed_linear {name}, {rows} rows",
+        *("quantized_linear", "packed_linear", arguments),
+        moved_bytes=bytes_of_weight if rows <= 64 else 0,
+        flops=0 if rows <= 64 else 2 * rows * n * k,
+        has_matrix_products=True,
+        reference=_dequantized_linear,
+    )
+
+
+def _weight(name: str, n: int, k: int, group: int, device: str) -> Any:
+    from batchinfer.kernels.quantized_linear.gpu_weight import RUNS, GpuWeight
+    from batchinfer.kernels.quantized_linear.packed import Kind
+
+    run = next(run for run in RUNS if group % run == 0)
+    filled = -(-k // (2 * run)) * 2 * run
+    kind, width = (Kind.INT4, filled // 2) if name == "int4" else (Kind.E4M3, filled)
+    values = torch.randint(0, 256 if name == "int4" else 0x7F, (n, width), dtype=torch.uint8, device=device)
+    scales = torch.rand(-(-k // group), n, device=device) * 0.01
+    zeros = torch.full_like(scales, 8.0) if name == "int4" else None
+    return GpuWeight(kind, values, scales, zeros, None, run, group // run, None, n, k)
+
+
+def _dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, out: Tensor) -> None:
+    out.copy_(torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias))

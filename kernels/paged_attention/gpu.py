@@ -1,0 +1,232 @@
+"""Triton backend of paged_attention: one kernel for chunks of prompts and for single new tokens.
+
+A tile holds BLOCK_Q queries of a sequence for all query heads of one KV head, so that keys are read once for the group.
+A sequence with one new token has its keys cut into segments, attended in parallel and then joined. Which of the two
+ways a row takes, and each sum's order, depend on its own sequence alone. Each sequence must have at least one query.
+"""
+
+# Kernels have types of their own.
+# mypy: allow-untyped-defs
+
+import torch
+import triton
+import triton.language as tl
+from batchinfer.kernels.common import triton_targets
+from batchinfer.kernels.common.triton_codes import as_bytes, code_of
+from batchinfer.kernels.paged_attention.gpu_sizes import attention_sizes
+from batchinfer.kernels.paged_attention.gpu_tiles import LOG2_E, attend_keys, find_sequence, segment_of
+from batchinfer.kernels.paged_attention.variant import Variant
+
+_SEGMENTS = 16  # most that the keys of a row are cut into
+_SEGMENT_KEYS = 512  # fewest keys of a segment but the last
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def _paged_attention(
+    tensors,  # (q [num_tokens, Q_HEADS, HEAD_DIM], out: the same, contiguous)
+    caches,  # (k, v) [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM], bytes where CODE is given
+    scales,  # (k, v) float32 [num_blocks, KV_HEADS, BLOCK_SIZE] or None each
+    statics,  # (k, v) float32 [KV_HEADS] or [1], or None each
+    sinks_ptr,  # float32 [Q_HEADS] or None
+    parts,  # (weighted [num_tokens, Q_HEADS, SEGMENTS, DIM_BLOCK], total and best [num_tokens, Q_HEADS, SEGMENTS])
+    batch,  # (block_table int32 [num_seqs, table_stride], cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs])
+    num_seqs,
+    table_stride,
+    q_strides,  # of tokens and heads
+    factors,  # (scale, soft_cap or 1)
+    SHAPE: tl.constexpr,  # (KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    GROUP: tl.constexpr,  # query heads of a KV head
+    FORMAT: tl.constexpr,  # (CODE, NATIVE): of the cache; whether the device has e4m3
+    VARIANT: tl.constexpr,  # (WINDOW, HAS_CAP, STATIC_STRIDES)
+    TILE: tl.constexpr,  # (BLOCK_M, BLOCK_N, DIM_BLOCK)
+    SPLIT: tl.constexpr,  # (SEGMENTS, LEAST_KEYS) for sequences with one new token, None for the others
+):
+    BLOCK_Q: tl.constexpr = 1 if SPLIT is not None else TILE[0] // GROUP
+    kv_head = tl.program_id(0) % SHAPE[0]
+    tile = tl.num_programs(0) // SHAPE[0] - 1 - tl.program_id(0) // SHAPE[0]  # later queries have more keys
+    sequence = find_sequence(tile, batch[1], num_seqs, BLOCK_Q) if SPLIT is None else tile
+    start, q_len, seq_len = _lengths(batch, sequence)
+    first_query = (tile - (start // BLOCK_Q + sequence)) * BLOCK_Q if SPLIT is None else 0
+    if ((q_len == 1) == (SPLIT is None)) | (first_query >= q_len) | (seq_len < 1):
+        return
+    m = tl.arange(0, TILE[0])
+    query = first_query + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    is_row = (m < BLOCK_Q * GROUP) & (query < q_len)
+    token = (start + query).to(tl.int64)
+    row_mask = is_row[:, None] & (tl.arange(0, TILE[2]) < SHAPE[2])[None, :]
+    q = _load_queries(tensors[0] + token[:, None] * q_strides[0] + head[:, None] * q_strides[1], row_mask, FORMAT[0])
+    factor = factors[0] * (1.0 if statics[0] is None else tl.load(statics[0] + kv_head * VARIANT[2][0]))
+    # Keys that a query of the tile sees: from the first one's window to the last one's own position.
+    first_position = seq_len - q_len + first_query
+    first_key = tl.maximum(first_position - VARIANT[0] + 1, 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
+    end = tl.minimum(first_position + BLOCK_Q, seq_len)
+    used = 1
+    if SPLIT is not None:
+        keys, used = segment_of(seq_len, first_key, TILE[1], SPLIT[0], SPLIT[1])
+        first_key += tl.program_id(1) * keys
+        end = tl.minimum(end, first_key + keys)
+        if first_key >= end:
+            return
+    weighted, total, best, top = attend_keys(
+        *(q, seq_len - q_len + query, first_position, first_key, end, seq_len),
+        *(batch[0] + sequence.to(tl.int64) * table_stride, caches, scales, kv_head),
+        *(factor, (1 / factors[1], factors[1]), SHAPE, FORMAT[0], FORMAT[1], VARIANT[0], VARIANT[1], TILE[1]),
+    )
+    row = token * (SHAPE[0] * GROUP) + head
+    if SPLIT is not None and used > 1:
+        _store_part(parts, row * SPLIT[0] + tl.program_id(1), weighted * top, total, best, is_row)
+    else:
+        top *= 1.0 if statics[1] is None else tl.load(statics[1] + kv_head * VARIANT[2][1])
+        if sinks_ptr is not None:
+            total += tl.exp2(tl.load(sinks_ptr + head, is_row, 0.0) * LOG2_E - best)
+        place = tensors[1] + row[:, None] * SHAPE[2] + tl.arange(0, TILE[2])[None, :]
+        tl.store(place, (weighted * (top / total)[:, None]).to(tensors[1].dtype.element_ty), row_mask)
+
+
+@triton.jit
+def _lengths(batch, sequence):
+    """A sequence's first token, number of queries and length."""
+    start = tl.load(batch[1] + sequence)
+    return start, tl.load(batch[1] + sequence + 1) - start, tl.load(batch[2] + sequence)
+
+
+@triton.jit
+def _store_part(parts, at, weighted, total, best, mask):
+    dim = tl.arange(0, weighted.shape[1])
+    tl.store(parts[0] + at[:, None] * weighted.shape[1] + dim[None, :], weighted, mask[:, None])
+    tl.store(parts[1] + at, total, mask)
+    tl.store(parts[2] + at, best, mask)
+
+
+@triton.jit
+def _load_queries(row_ptr, mask, CODE: tl.constexpr):
+    """[BLOCK_M, DIM_BLOCK] in the dtype of the products: float16, which holds codes of 8 bits exactly and weights best,
+    where the cache has them and q has 16 bits."""
+    q = tl.load(row_ptr + tl.arange(0, mask.shape[1])[None, :], mask, 0.0)
+    if CODE != "" and q.dtype != tl.float32:
+        q = q.to(tl.float16)
+    return q
+
+
+@triton.jit
+def _join_segments(
+    out_ptr,  # [num_tokens, Q_HEADS, HEAD_DIM], contiguous
+    parts,  # as _paged_attention's, like the following
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    v_static_ptr,
+    sinks_ptr,
+    SHAPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    VARIANT: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    seq_len = tl.load(seq_lens_ptr + sequence)
+    if tl.load(cu_seqlens_ptr + sequence + 1) - token != 1:
+        return
+    first_key = tl.maximum(seq_len - VARIANT[0], 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
+    _, used = segment_of(seq_len, first_key, TILE[1], SPLIT[0], SPLIT[1])
+    if used < 2:
+        return
+    row = token * (SHAPE[0] * GROUP) + head
+    segment = tl.arange(0, SPLIT[0])
+    is_used = segment < used
+    at = row * SPLIT[0] + segment
+    dim = tl.arange(0, TILE[2])
+    best = tl.load(parts[2] + at, is_used, float("-inf"))
+    total = tl.load(parts[1] + at, is_used, 0.0)
+    highest = tl.max(best, axis=0)
+    decay = tl.where(best == float("-inf"), 0.0, tl.exp2(best - highest))
+    whole = tl.sum(total * decay, axis=0)
+    if sinks_ptr is not None:
+        whole += tl.exp2(tl.load(sinks_ptr + head) * LOG2_E - highest)
+    weighted = tl.load(parts[0] + at[:, None] * TILE[2] + dim[None, :], is_used[:, None], 0.0)
+    attended = tl.sum(weighted * decay[:, None], axis=0) / whole
+    if v_static_ptr is not None:
+        attended *= tl.load(v_static_ptr + head // GROUP * VARIANT[2][1])
+    place = out_ptr + row * SHAPE[2] + dim
+    tl.store(place, attended.to(out_ptr.dtype.element_ty), dim < SHAPE[2])
+
+
+def _by_kind(
+    k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[torch.Tensor | None, ...]]:
+    """(Scales a token and head, static scales), each of keys and values, None where the cache has none of the kind."""
+    both = (k_scale, v_scale)
+    per_token = tuple(x if x is not None and x.ndim == 3 else None for x in both)
+    return per_token, tuple(x if x is not None and x.ndim == 1 else None for x in both)
+
+
+def _stride(static: torch.Tensor | None) -> int:
+    return 0 if static is None or static.numel() == 1 else 1
+
+
+def _part_buffers(num_tokens: int, num_q_heads: int, dim_block: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    rows = (num_tokens, num_q_heads, _SEGMENTS)
+    return tuple(torch.empty(shape, device=device) for shape in ((*rows, dim_block), rows, rows))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    variant: Variant,
+) -> torch.Tensor:
+    """See the package's `paged_attention`."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, num_kv_heads, block_size, _ = k_cache.shape
+    num_seqs, group, code = len(seq_lens), num_q_heads // num_kv_heads, code_of(k_cache.dtype)
+    if not num_tokens:
+        return out
+    scales, statics = _by_kind(k_scale, v_scale)
+    arguments = {
+        "tensors": (q, out),
+        "caches": (as_bytes(k_cache), as_bytes(v_cache)),
+        "scales": scales,
+        "statics": statics,
+        "sinks_ptr": variant.sinks,
+        "batch": (block_table, cu_seqlens_q, seq_lens),
+        "num_seqs": num_seqs,
+        "table_stride": block_table.stride(0),
+        "q_strides": q.stride()[:2],
+        "factors": (float(variant.scale), float(variant.soft_cap or 1.0)),
+        "FORMAT": (code, triton_targets.current().has_e4m3),
+        **triton_targets.FUSED,
+    }
+    shape = {
+        "SHAPE": (num_kv_heads, block_size, head_dim),
+        "GROUP": group,
+        "VARIANT": (variant.sliding_window or 0, variant.soft_cap is not None, tuple(_stride(x) for x in statics)),
+    }
+    dim_block = max(16, triton.next_power_of_2(head_dim))
+    sizes = attention_sizes(dim_block, group, q.dtype, bool(code))
+    if num_tokens != num_seqs:
+        m, n, options = sizes[0]
+        tiles = num_tokens // (m // group) + num_seqs
+        _paged_attention[(tiles * num_kv_heads,)](
+            **arguments, **shape, parts=(None, None, None), TILE=(m, n, dim_block), SPLIT=None, **options
+        )
+    m, n, options = sizes[1]
+    split = {"TILE": (m, n, dim_block), "SPLIT": (_SEGMENTS, _SEGMENT_KEYS)}
+    parts = _part_buffers(num_tokens, num_q_heads, dim_block, q.device)
+    _paged_attention[(num_seqs * num_kv_heads, _SEGMENTS)](**arguments, **shape, parts=parts, **split, **options)
+    _join_segments[(num_seqs, num_q_heads)](
+        *(out, parts, cu_seqlens_q, seq_lens, statics[1], variant.sinks),
+        **shape,
+        **split,
+        num_warps=4,
+        **triton_targets.FUSED,
+    )
+    return out

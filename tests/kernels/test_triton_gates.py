@@ -1,0 +1,104 @@
+"""The gates of the GPU kernels, which need no GPU: what the compiled code is made of, and that nothing is compiled anew
+within a job."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from batchinfer.kernels.common.triton_ahead import ahead_of_time
+from batchinfer.kernels.common.triton_inspect import Anatomy, dissect
+from batchinfer.kernels.common.triton_targets import TARGETS
+from batchinfer.kernels.gated_activation import gpu as gated_gpu
+from batchinfer.kernels.paged_attention import gpu as attention_gpu
+from batchinfer.kernels.paged_attention.variant import Variant
+from batchinfer.kernels.rms_norm import gpu as norm_gpu
+
+from batchinfer.executors.kernel_cases import MODELS, cases
+from batchinfer.executors.kernel_gates import Verdict, table_head, table_row, verdicts
+
+LLAMA = MODELS[0]
+
+
+def some_cases(monkeypatch, *words):
+    chosen = [case for case in cases(LLAMA) if any(word in case.name for word in words)]
+    monkeypatch.setattr("batchinfer.executors.kernel_gates.cases", lambda model: chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_element_wise_kernels_hold_to_the_gates(monkeypatch, target):
+    chosen = some_cases(monkeypatch, "norm", "gated", "rotary_kv_store fp8")
+    found = list(verdicts(TARGETS[target], LLAMA))
+    assert {verdict.case for verdict in found} == {case.name for case in chosen}
+    assert [table_row(verdict) for verdict in found if verdict.faults] == []
+
+
+def test_a_product_of_few_rows_uses_wgmma(monkeypatch):
+    some_cases(monkeypatch, "packed_linear int4, 16")
+    (verdict,) = verdicts(TARGETS["sm_90"], LLAMA)
+    assert verdict.faults == ()
+    assert verdict.anatomy.matrix_products > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_every_kernel_holds_to_the_gates(target, model):
+    assert [table_row(verdict) for verdict in verdicts(TARGETS[target], model) if verdict.faults] == []
+
+
+def test_a_kernel_that_breaks_a_gate_is_found(monkeypatch):
+    some_cases(monkeypatch, "gated")
+    target = TARGETS["sm_90"]
+    broken = Anatomy("kernel", 255, 3, target.shared_bytes + 1, 0, {32: 4, 8: 1})
+    monkeypatch.setattr("batchinfer.executors.kernel_gates.dissect", lambda kernel, target: broken)
+    (verdict,) = verdicts(target, LLAMA)
+    faults = ("3 spills", "more shared memory than 227 KiB", "no loads of 16 bytes", "loads of single bytes")
+    assert verdict.faults == faults
+    assert table_row(verdict).endswith("; ".join(faults))
+    assert len(table_head()) > 100
+
+
+def test_a_row_of_the_table_shows_what_was_found():
+    anatomy = Anatomy("_kernel", 64, 0, 2048, 16, {128: 8, 32: 2})
+    row = table_row(Verdict("sm_90", "M", "case", anatomy, ()))
+    assert row.split() == ["sm_90", "M", "case", "_kernel", "64", "0", "2.0", "16", "128:8", "32:2", "ok"]
+
+
+def meta(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+def test_steps_of_other_sizes_compile_nothing_anew():
+    """1 and multiples of 16 are what Triton would make kernels of their own for."""
+    with ahead_of_time(TARGETS["sm_90"]) as launches:
+        for num_tokens in (2, 1, 16, 17, 4096):
+            norm_gpu.add_rms_norm(meta(num_tokens, 256), meta(num_tokens, 256), meta(256), 1e-5)
+            gated_gpu.gated_activation(meta(num_tokens, 512), "silu")
+    assert len(launches.kernels) == 10
+    assert len(launches.distinct) == 2
+
+
+def test_attention_compiles_three_kernels_for_steps_of_any_size():
+    cache = meta(100, 2, 16, 64)
+    with ahead_of_time(TARGETS["gfx942"]) as launches:
+        for q_lens in ([1], [1] * 16, [1, 5], [16] * 16, [300]):
+            table, offsets, lengths = (
+                torch.empty(shape, dtype=torch.int32, device="meta")
+                for shape in ((len(q_lens), 7 + len(q_lens)), (len(q_lens) + 1,), (len(q_lens),))
+            )
+            q = meta(sum(q_lens), 8, 64)
+            attention_gpu.paged_attention(q, cache, cache, table, offsets, lengths, None, None, Variant(0.125))
+    assert {kernel.name for kernel in launches.distinct} == {"_paged_attention", "_join_segments"}
+    assert len(launches.distinct) == 3  # for chunks, for single tokens, and to join these
+
+
+def test_dissection_tells_spilling_code():
+    """The same kernel with a row far too wide for the registers of one warp."""
+    with ahead_of_time(TARGETS["sm_80"]) as launches:
+        n = 32768
+        norm_gpu._rms_norm[(1,)](
+            *(meta(1, 1, n), meta(n), meta(1, n), 1, 1, n, n, 1e-5), N=n, ROWS=1, BLOCK=n, num_warps=1
+        )
+    assert dissect(launches.kernels[0], TARGETS["sm_80"]).spills > 0
