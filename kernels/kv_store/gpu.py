@@ -106,14 +106,16 @@ def _sizes(
     k_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> dict[str, int | float | str | tuple[int, ...]]:
     _, num_kv_heads, block_size, head_dim = k_cache.shape
+    kv_block, dim_block = triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(head_dim)
     return {
         "KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": block_size,
         "CODE": code_of(k_cache.dtype),
         "LARGEST": largest_code(k_cache.dtype),
         "STATIC": tuple(_static_stride(scale) for scale in (k_scale, v_scale)),
-        "KV_BLOCK": triton.next_power_of_2(num_kv_heads),
-        "DIM_BLOCK": triton.next_power_of_2(head_dim),
+        "KV_BLOCK": kv_block,
+        "DIM_BLOCK": dim_block,
+        "num_warps": max(1, min(8, kv_block * dim_block // 256)),  # 8 values a thread: loads of 16 bytes
     }
 
 

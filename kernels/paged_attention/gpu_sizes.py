@@ -64,4 +64,6 @@ def attention_sizes(dim_block: int, group: int, dtype: torch.dtype, has_codes: b
     single_keys, single_options = _SINGLE[generation]
     if dim_block > 128:
         single_keys //= 2
+    elif dim_block <= 64:
+        single_keys = max(single_keys, 64)  # enough for each thread to load 16 bytes at once
     return (max(rows, least), keys, options), (least, single_keys, single_options)

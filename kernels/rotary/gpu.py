@@ -56,11 +56,13 @@ def rotary(
         "K_BLOCK": triton.next_power_of_2(k.shape[1]),
         **rotation_sizes(q.shape[2], cos_sin_cache.shape[1]),
     }
+    num_warps = max(1, min(8, sizes["K_BLOCK"] * sizes["BLOCK"] // 128))
     if len(q):
         _rotary[(len(q), 2)](
             *(q, k, positions, cos_sin_cache.contiguous(), q_out, k_out),
             *(*q.stride()[:2], *k.stride()[:2]),
             **sizes,
+            num_warps=num_warps,
             **FUSED,
         )
     return q_out, k_out
