@@ -14,27 +14,20 @@ struct Bf16Codes {
     static constexpr int BYTES = 2;
     static constexpr int DIMS = 32;  // dimensions at a time
 
-    // pairs[DIMS / 2]: dimensions d, d + 1, ... of 16 keys. `later` is where the same keys of the next chunk lie.
-    static void load_keys(const char* rows, int count, int64_t head_dim, int64_t d, const char* later,
-                          __m512i (&pairs)[DIMS / 2]) {
+    // pairs[DIMS / 2]: dimensions d, d + 1, ... of 16 keys.
+    static void load_keys(const char* rows, int count, int64_t head_dim, int64_t d, __m512i (&pairs)[DIMS / 2]) {
         __mmask32 mask = lane_mask(head_dim - d, DIMS);
 #pragma GCC unroll 16
-        for (int j = 0; j < 16; j++) {
-            int64_t at = 2 * (j * head_dim + d);
-            pairs[j] = _mm512_maskz_loadu_epi16(j < count ? mask : 0, rows + at);
-            __builtin_prefetch(later + at, 0, 2);  // into the L2 cache
-        }
+        for (int j = 0; j < 16; j++)
+            pairs[j] = _mm512_maskz_loadu_epi16(j < count ? mask : 0, rows + 2 * (j * head_dim + d));
         transpose16(pairs);
     }
 
     // pairs[DIMS / 16]: dimensions from d on of the first two values side by side.
-    static void load_values(const char* rows, int count, int64_t head_dim, int64_t d, const char* later,
-                            __m512i (&pairs)[DIMS / 16]) {
+    static void load_values(const char* rows, int count, int64_t head_dim, int64_t d, __m512i (&pairs)[DIMS / 16]) {
         __mmask32 mask = lane_mask(head_dim - d, DIMS);
         __m512i a = _mm512_maskz_loadu_epi16(count > 0 ? mask : 0, rows + 2 * d);
         __m512i b = _mm512_maskz_loadu_epi16(count > 1 ? mask : 0, rows + 2 * (head_dim + d));
-        __builtin_prefetch(later + 2 * d, 0, 2);
-        __builtin_prefetch(later + 2 * (head_dim + d), 0, 2);
         pairs[0] = _mm512_permutex2var_epi16(a, pair_words(0), b);
         pairs[1] = _mm512_permutex2var_epi16(a, pair_words(16), b);
     }
@@ -54,16 +47,12 @@ struct ByteCodes {
     static constexpr int BYTES = 1;
     static constexpr int DIMS = 64;
 
-    static void load_keys(const char* rows, int count, int64_t head_dim, int64_t d, const char* later,
-                          __m512i (&pairs)[DIMS / 2]) {
+    static void load_keys(const char* rows, int count, int64_t head_dim, int64_t d, __m512i (&pairs)[DIMS / 2]) {
         __mmask64 mask = lane_mask(head_dim - d, DIMS);
         __m512i v[16];
 #pragma GCC unroll 16
-        for (int j = 0; j < 16; j++) {
-            int64_t at = j * head_dim + d;
-            v[j] = _mm512_maskz_loadu_epi8(j < count ? mask : 0, rows + at);
-            __builtin_prefetch(later + at, 0, 2);
-        }
+        for (int j = 0; j < 16; j++)
+            v[j] = _mm512_maskz_loadu_epi8(j < count ? mask : 0, rows + j * head_dim + d);
         transpose16(v);
         const Table table;
         const __m512i low = pair_bytes(0), high = pair_bytes(2);
@@ -75,13 +64,10 @@ struct ByteCodes {
         }
     }
 
-    static void load_values(const char* rows, int count, int64_t head_dim, int64_t d, const char* later,
-                            __m512i (&pairs)[DIMS / 16]) {
+    static void load_values(const char* rows, int count, int64_t head_dim, int64_t d, __m512i (&pairs)[DIMS / 16]) {
         __mmask64 mask = lane_mask(head_dim - d, DIMS);
         __m512i a = _mm512_maskz_loadu_epi8(count > 0 ? mask : 0, rows + d);
         __m512i b = _mm512_maskz_loadu_epi8(count > 1 ? mask : 0, rows + head_dim + d);
-        __builtin_prefetch(later + d, 0, 2);
-        __builtin_prefetch(later + head_dim + d, 0, 2);
         // the unpacking below works within 128-bit lanes: this order of dwords makes it come out straight
         const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         a = _mm512_permutexvar_epi32(order, a), b = _mm512_permutexvar_epi32(order, b);

@@ -15,7 +15,8 @@ struct Layout {
     // to[GROUP, padded head_dim]
     void (*pack_values)(const Group& group, const Group& later, int64_t head_dim, Element* to);
 
-    // For tiles of r + 1 rows, where there are so few that laying out costs more than it saves.
+    // For tiles of up to few_rows rows: what such a table holds at [rows] skips the laying out.
+    int few_rows;
     // queries[rows, steps]; scores[rows, CHUNK], of which the group's are written
     void (*score[Math::FEW_ROWS + 1])(const Group& group, const Group& later, int64_t head_dim, const Element* queries,
                                       int64_t steps, float* scores);
@@ -25,8 +26,8 @@ struct Layout {
 
     template <class Packer>
     static Layout of() {
-        Layout layout{Packer::pack_keys, Packer::pack_values, {}, {}};
-        if constexpr (Math::FEW_ROWS > 0) layout.template set_few<Packer, Math::FEW_ROWS>();
+        Layout layout{Packer::pack_keys, Packer::pack_values, Packer::FEW_ROWS, {}, {}};
+        if constexpr (Packer::FEW_ROWS > 0) layout.template set_few<Packer, Packer::FEW_ROWS>();
         return layout;
     }
 

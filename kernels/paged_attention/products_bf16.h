@@ -71,20 +71,26 @@ struct Bf16Math {
 // Keys and values of a cache in one format, laid out for the products above or multiplied at once.
 template <class Codes>
 struct Bf16Layout {
+    // Over 16-bit caches few rows are no faster so: they wait for memory, and asking for more of it at a time than it
+    // delivers gains nothing.
+    static constexpr int FEW_ROWS = Codes::BYTES == 1 ? Bf16Math::FEW_ROWS : 0;
+
     static void pack_keys(const Group& group, const Group& later, int64_t head_dim, uint32_t* to, float*) {
+        ask_for(later.keys, head_dim * Codes::BYTES);
         for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
             __m512i pairs[Codes::DIMS / 2];
-            Codes::load_keys(group.keys, group.count, head_dim, d, later.keys, pairs);
+            Codes::load_keys(group.keys, group.count, head_dim, d, pairs);
             for (int j = 0; j < Codes::DIMS / 2; j++) _mm512_storeu_si512(to + (d / 2 + j) * CHUNK, pairs[j]);
         }
     }
 
     static void pack_values(const Group& group, const Group& later, int64_t head_dim, uint32_t* to) {
+        ask_for(later.values, head_dim * Codes::BYTES);
         for (int j = 0; j < GROUP; j += 2, to += round_up(head_dim, 64)) {
             int64_t pair = j * head_dim * Codes::BYTES;
             for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
                 __m512i pairs[Codes::DIMS / 16];
-                Codes::load_values(group.values + pair, group.count - j, head_dim, d, later.values + pair, pairs);
+                Codes::load_values(group.values + pair, group.count - j, head_dim, d, pairs);
                 for (int i = 0; i < Codes::DIMS / 16; i++) _mm512_storeu_si512(to + d + i * 16, pairs[i]);
             }
         }
@@ -94,10 +100,11 @@ struct Bf16Layout {
     template <int ROWS>
     static void score(const Group& group, const Group& later, int64_t head_dim, const uint32_t* queries, int64_t steps,
                       float* scores) {
+        ask_for(later.keys, head_dim * Codes::BYTES);
         __m512 sum[ROWS] = {};
         for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
             __m512i pairs[Codes::DIMS / 2];
-            Codes::load_keys(group.keys, group.count, head_dim, d, later.keys, pairs);
+            Codes::load_keys(group.keys, group.count, head_dim, d, pairs);
             const uint32_t* q = queries + d / 2;
             int n = int(std::min<int64_t>(Codes::DIMS / 2, steps - d / 2));
             if (n == Codes::DIMS / 2)
@@ -122,9 +129,9 @@ struct Bf16Layout {
             for (int j = 0; j < n * GROUP; j += 2) {
                 const Group& group = groups[j / GROUP];
                 int64_t pair = j % GROUP * head_dim * Codes::BYTES;
+                if (d == 0 && j % GROUP == 0) ask_for(later[j / GROUP].values, head_dim * Codes::BYTES);
                 __m512i pairs[N];
-                Codes::load_values(group.values + pair, group.count - j % GROUP, head_dim, d,
-                                   later[j / GROUP].values + pair, pairs);
+                Codes::load_values(group.values + pair, group.count - j % GROUP, head_dim, d, pairs);
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; r++) {
                     __m512bh w = (__m512bh)_mm512_set1_epi32(int(weights[r * CHUNK + j / 2]));

@@ -25,7 +25,7 @@ inline void transpose_rows(const float* from, int64_t width, float* to, int64_t 
 struct FloatMath {
     using Element = float;
     static constexpr int PER_ELEMENT = 1;  // values of the summed dimension in an Element
-    static constexpr int FEW_ROWS = 0;     // most rows of a tile that meets keys and values without laying them out
+    static constexpr int FEW_ROWS = 0;     // the largest of its layouts
 #if defined(__AVX512F__)
     static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -78,24 +78,29 @@ struct FloatMath {
 // Lays out vectors of a cache in one format.
 template <class Format>
 struct FloatLayout {
+    static constexpr int FEW_ROWS = 0;
+
     static void pack_keys(const Group& group, const Group& later, int64_t head_dim, float* to, float* scratch) {
         int64_t width = round_up(head_dim, 16);
-        decode(group.keys, later.keys, group.count, head_dim, scratch, width);
+        ask_for(later.keys, head_dim * BYTES);
+        decode(group.keys, group.count, head_dim, scratch, width);
         transpose_rows(scratch, width, to, CHUNK);
     }
 
     static void pack_values(const Group& group, const Group& later, int64_t head_dim, float* to) {
-        decode(group.values, later.values, group.count, head_dim, to, round_up(head_dim, 64));
+        ask_for(later.values, head_dim * BYTES);
+        decode(group.values, group.count, head_dim, to, round_up(head_dim, 64));
     }
 
    private:
-    static void decode(const char* rows, const char* later, int count, int64_t head_dim, float* to, int64_t stride) {
-        int64_t width = round_up(head_dim, 16), bytes = head_dim * int64_t(sizeof(typename Format::Storage));
-        for (int j = 0; j < GROUP; j++, rows += bytes, later += bytes, to += stride) {
+    static constexpr int64_t BYTES = sizeof(typename Format::Storage);
+
+    static void decode(const char* rows, int count, int64_t head_dim, float* to, int64_t stride) {
+        int64_t width = round_up(head_dim, 16);
+        for (int j = 0; j < GROUP; j++, rows += head_dim * BYTES, to += stride) {
             int64_t n = j < count ? head_dim : 0;
             load_row<Format>(reinterpret_cast<const typename Format::Storage*>(rows), to, n);
             std::fill(to + n, to + width, 0.0f);
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(later + i, 0, 2);  // into the L2 cache
         }
     }
 };

@@ -106,14 +106,13 @@ class TileAttention {
             int groups = int((std::min<int64_t>(CHUNK, end - key) + GROUP - 1) / GROUP);
             int64_t following = key + CHUNK;
             next_->locate(p_, following < end ? Place{tile_.sequence, head_, following, tile_.end_key} : next);
-            for (int g = groups; g < CHUNK / GROUP; g++) prefetch(next_->groups[g]);  // the others while groups are read
+            for (int g = groups; g < CHUNK / GROUP; g++)  // the others are asked for while groups are read
+                ask_for(next_->groups[g].keys, p_.row_bytes()), ask_for(next_->groups[g].values, p_.row_bytes());
             if (p_.scales_per_token) load_factors();
-            if (rows_ <= Math::FEW_ROWS) {
+            if (rows_ <= layout_.few_rows)
                 attend_at_once(key, groups, result);
-            } else {
-                lay_out(groups);
-                for (int64_t r = 0; r < rows_; r += Math::MAX_ROWS) attend(r, key, groups, result);
-            }
+            else
+                attend(key, groups, result);
             std::swap(now_, next_);
         }
     }
@@ -126,18 +125,15 @@ class TileAttention {
         }
     }
 
-    void prefetch(const Group& group) const {
-        for (int64_t i = 0, n = GROUP * p_.row_bytes(); i < n; i += 64)
-            __builtin_prefetch(group.keys + i, 0, 2), __builtin_prefetch(group.values + i, 0, 2);
+    void lay_out_keys(int groups) {
+        for (int g = 0; g < groups; g++)
+            layout_.pack_keys(now_->groups[g], next_->groups[g], p_.head_dim, keys_ + g * GROUP, scratch_);
     }
 
-    void lay_out(int groups) {
+    void lay_out_values(int groups) {
         int64_t size = values_stride_ * GROUP / Math::PER_ELEMENT;
-        for (int g = 0; g < groups; g++) {
-            const Group &group = now_->groups[g], &later = next_->groups[g];
-            layout_.pack_keys(group, later, p_.head_dim, keys_ + g * GROUP, scratch_);
-            layout_.pack_values(group, later, p_.head_dim, values_ + g * size);
-        }
+        for (int g = 0; g < groups; g++)
+            layout_.pack_values(now_->groups[g], next_->groups[g], p_.head_dim, values_ + g * size);
     }
 
     void attend_at_once(int64_t key, int groups, const Softmax& result) {
@@ -149,8 +145,15 @@ class TileAttention {
                              width_);
     }
 
+    // For a single block values are laid out after the scores: what is asked for of the next chunk spreads over more time.
+    void attend(int64_t key, int groups, const Softmax& result) {
+        lay_out_keys(groups);
+        if (rows_ > Math::MAX_ROWS) lay_out_values(groups);
+        for (int64_t r = 0; r < rows_; r += Math::MAX_ROWS) attend_block(r, key, groups, result);
+    }
+
     // The rows of one block of the products, from r on, over one chunk.
-    void attend(int64_t r, int64_t key, int groups, const Softmax& result) {
+    void attend_block(int64_t r, int64_t key, int groups, const Softmax& result) {
         Memory& m = memory_;
         int64_t rows = std::min<int64_t>(Math::MAX_ROWS, rows_ - r);
         Sight last = sight_of(r + rows - 1, key);
@@ -158,6 +161,7 @@ class TileAttention {
         int seen = std::min(groups, last.last / GROUP + 1);
         multiply_rows<Math>(rows, seen, {queries_ + r * steps_, steps_, keys_, CHUNK, steps_, m.scores, CHUNK, nullptr});
         weigh_rows(r, rows, key, seen, result);
+        if (rows_ <= Math::MAX_ROWS) lay_out_values(groups);
         multiply_rows<Math>(rows, width_ / GROUP,
                             {m.weights, CHUNK, values_, values_stride_, seen * GROUP / Math::PER_ELEMENT,
                              result.weighted + r * width_, width_, m.decay});
