@@ -17,8 +17,7 @@ struct Group {
     int count;
 };
 
-// Asks for a group's keys or values, into the L2 cache. All at once and in their order: the machine's own prefetching
-// then joins in, which it does not when lines are asked for one by one between other work.
+// Asks for a group's keys or values, into the L2 cache.
 inline void ask_for(const char* rows, int64_t row_bytes) {
     for (int64_t i = 0; i < GROUP * row_bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
 }
