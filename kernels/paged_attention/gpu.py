@@ -36,7 +36,8 @@ def _paged_attention(
     factors,  # (scale, soft_cap or 1)
     SHAPE: tl.constexpr,  # (KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     GROUP: tl.constexpr,  # query heads of a KV head
-    FORMAT: tl.constexpr,  # (CODE, NATIVE): of the cache; whether the device has e4m3
+    CODE: tl.constexpr,  # of the cache; empty: it is wide
+    NATIVE: tl.constexpr,  # the device has e4m3
     VARIANT: tl.constexpr,  # (WINDOW, HAS_CAP, STATIC_STRIDES)
     TILE: tl.constexpr,  # (BLOCK_M, BLOCK_N, DIM_BLOCK)
     SPLIT: tl.constexpr,  # (SEGMENTS, LEAST_KEYS) for sequences with one new token, None for the others
@@ -55,10 +56,9 @@ def _paged_attention(
     is_row = (m < BLOCK_Q * GROUP) & (query < q_len)
     token = (start + query).to(tl.int64)
     row_mask = is_row[:, None] & (tl.arange(0, TILE[2]) < SHAPE[2])[None, :]
-    q = _load_queries(tensors[0] + token[:, None] * q_strides[0] + head[:, None] * q_strides[1], row_mask, FORMAT[0])
+    q = _load_queries(tensors[0] + token[:, None] * q_strides[0] + head[:, None] * q_strides[1], row_mask, CODE)
     factor = factors[0] * (1.0 if statics[0] is None else tl.load(statics[0] + kv_head * VARIANT[2][0]))
-    # Keys that a query of the tile sees: from the first one's window to the last one's own position.
-    first_position = seq_len - q_len + first_query
+    first_position = seq_len - q_len + first_query  # keys from its window to the last query's position are seen
     first_key = tl.maximum(first_position - VARIANT[0] + 1, 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
     end = tl.minimum(first_position + BLOCK_Q, seq_len)
     used = 1
@@ -71,7 +71,7 @@ def _paged_attention(
     weighted, total, best, top = attend_keys(
         *(q, seq_len - q_len + query, first_position, first_key, end, seq_len),
         *(batch[0] + sequence.to(tl.int64) * table_stride, caches, scales, kv_head),
-        *(factor, (1 / factors[1], factors[1]), SHAPE, FORMAT[0], FORMAT[1], VARIANT[0], VARIANT[1], TILE[1]),
+        *(factor, (1 / factors[1], factors[1]), SHAPE, CODE, NATIVE, VARIANT[0], VARIANT[1], TILE[1]),
     )
     row = token * (SHAPE[0] * GROUP) + head
     if SPLIT is not None and used > 1:
@@ -202,7 +202,8 @@ def paged_attention(
         "table_stride": block_table.stride(0),
         "q_strides": q.stride()[:2],
         "factors": (float(variant.scale), float(variant.soft_cap or 1.0)),
-        "FORMAT": (code, triton_targets.current().has_e4m3),
+        "CODE": code,
+        "NATIVE": triton_targets.current().has_e4m3,
         **triton_targets.FUSED,
     }
     shape = {
