@@ -28,7 +28,7 @@ def some_cases(monkeypatch, *words):
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_element_wise_kernels_hold_to_the_gates(monkeypatch, target):
-    chosen = some_cases(monkeypatch, "norm", "gated", "rotary_kv_store fp8")
+    chosen = some_cases(monkeypatch, "add_rms_norm", "gated", "rotary_kv_store fp8")
     found = list(verdicts(TARGETS[target], LLAMA))
     assert {verdict.case for verdict in found} == {case.name for case in chosen}
     assert [table_row(verdict) for verdict in found if verdict.faults] == []

@@ -73,9 +73,7 @@ def check(case, chunks, dtype=torch.float32, expected_of=dense, **variant):
 HEADS = [(3, 1), (6, 2), (7, 1), (8, 8), (48, 1)]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads"), [*zip([64, 80, 96, 128, 160, 256, 20], itertools.cycle(HEADS), strict=False)]
-)
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, (3, 1)), (96, (6, 2)), (80, (7, 1)), (20, (48, 1))])
 def test_equals_dense_softmax(head_dim, heads):
     case = Case([1, 37, 70], *heads, head_dim)
     check(case, [(0, 0, 1), (1, 5, 37), (2, 69, 70)])
@@ -161,7 +159,7 @@ def test_codes_of_nan_stay_nan():
 
 
 def test_result_is_bitwise_independent_of_chunks_and_batch():
-    case = Case([130, 70], 6, 2, 64, dtype=torch.float16)
+    case = Case([130, 70], 2, 1, 32, dtype=torch.float16)
     k_scale, v_scale = quantised(case, torch.int8, torch.Generator().manual_seed(1))
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     whole = case.run([(0, 0, 130), (1, 0, 70)], **scales)
