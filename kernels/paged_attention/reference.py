@@ -159,7 +159,7 @@ def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.
         weights = scores.sub_(new_best).exp_()
         decay = torch.exp(best[some] - new_best)
         total[some] = total[some] * decay + _sum_in_order(weights)
-        if is_per_token(keys.v_scale):
+        if keys.v_scale is not None and is_per_token(keys.v_scale):
             weights *= _load(keys.v_scale.unsqueeze(-1), chunk).transpose(-1, -2)
         values = _product(weights, _load(keys.v_cache, chunk, is_per_token(keys.v_scale)))
         weighted[some] = weighted[some].mul_(decay).add_(values)
@@ -172,7 +172,7 @@ def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.
 def _scores(queries: torch.Tensor, chunk: _Chunk, keys: _Keys) -> torch.Tensor:
     """float32 [n, num_kv_heads, rows, length]."""
     scores = _product(queries, _load(keys.k_cache, chunk, is_per_token(keys.k_scale)).transpose(-1, -2))
-    if is_per_token(keys.k_scale):
+    if keys.k_scale is not None and is_per_token(keys.k_scale):
         scores *= _load(keys.k_scale.unsqueeze(-1), chunk).transpose(-1, -2)
     if (cap := keys.variant.soft_cap) is not None:
         scores.div_(cap).tanh_().mul_(cap)
