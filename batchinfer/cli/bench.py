@@ -10,7 +10,7 @@ from batchinfer.cli.options import JobCommand, TitledCommand, effective_options,
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
 
-_OF_A_STEP = ("dtype", "activation_dtype", "quantization", "kv_cache_dtype", "kv_cache_memory", "device", "threads")
+_OF_A_STEP = ("dtype", "activation_dtype", "quantization", "kv_cache_dtype", "kv_cache_memory", "threads")
 
 
 @click.group()
@@ -59,12 +59,13 @@ def throughput(
     "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
 )
 def step(num_seqs: int, context: int, prefill_tokens: int, json_file: TextIO | None, **values: Any) -> None:
-    """Time a prefill step and a decode step, operation by operation, on tokens drawn at random."""
+    """Time a prefill step and a decode step on the CPU, operation by operation, on tokens drawn at random."""
     from batchinfer.executors.step_profile import StepShape, profile_steps, step_table  # here, as it brings torch
 
     try:
         shape = StepShape(num_seqs=num_seqs, context=context, prefill_tokens=prefill_tokens)
-        config = JobConfig.from_options({name: value for name, value in values.items() if value is not None})
+        given = {name: value for name, value in values.items() if value is not None}
+        config = JobConfig.from_options({**given, "device": "cpu"})  # a GPU's operations run on after the call's end
     except ValueError as error:
         raise UsageError(str(error)) from error
     figures = profile_steps(config, shape, lambda line: click.echo(f"batchinfer: {line}", err=True))

@@ -65,7 +65,9 @@ _METHOD_HELP = (
 @click.option(
     "--kv-cache-scales", is_flag=True, help="Store calibrated scales of an fp8 KV cache (compressed-tensors)."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Which windows are drawn of more text.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Which windows are drawn of more text."
+)
 def quantize(model: str | None, output: str, file_format: str | None, **options: object) -> None:
     """Make a quantised checkpoint layer by layer. Stopped at any moment, the same command carries on."""
     from batchinfer.conversion.options import QuantizeOptions

@@ -77,6 +77,7 @@ def _texts(options: QuantizeOptions, tokenizer: Tokenizer) -> Iterator[str]:
 def _column_texts(options: QuantizeOptions, tokenizer: Tokenizer) -> Iterator[str]:
     """One column of Parquet or JSON Lines; messages become text by the chat template."""
     from batchinfer.config import InputConfig
+    from batchinfer.data.columns import column_values, is_missing
     from batchinfer.data.readers import iter_rows
     from batchinfer.data.shards import discover
 
@@ -87,8 +88,8 @@ def _column_texts(options: QuantizeOptions, tokenizer: Tokenizer) -> Iterator[st
     for shard in shards:
         column = _column(options, shard.uri, shard.schema.names)
         for batch in iter_rows(shard, 0, None, [column]):
-            for value in batch.table.column(0).to_pylist():
-                if value:
+            for value in column_values(batch.table, column) or []:
+                if value and not is_missing(value):
                     yield _as_text(value, column, shard.uri, tokenizer)
 
 

@@ -53,11 +53,12 @@ class LayerMethod:
         output. advance: called after each module."""
         tensors = {layer.prefix + name: tensor for name, tensor in layer.others.items()}
         run = LayerRun(self._spec, self._names, index, self._most_blocks) if hidden is not None else None
-        if run is not None and hidden is not None and self._options.kv_cache_scales:
-            tensors |= self._kv_scales(run, layer, hidden)
+        before = hidden.clone() if hidden is not None and self._options.kv_cache_scales else None
         for module, made in self._made(run, layer, hidden):
             tensors |= {f"{layer.prefix}{module}.{name}": tensor for name, tensor in self._written(made).items()}
             advance()
+        if run is not None and before is not None:  # AWQ has scaled the values by now
+            tensors |= self._kv_scales(run, layer, before)
         return tensors | {layer.prefix + name: tensor for name, tensor in layer.others.items()}  # some are changed
 
     def _made(
@@ -106,8 +107,8 @@ class LayerMethod:
         return run.attend(run.attention_input(hidden[batch.rows], layer), batch, layer, qkv)
 
     def _kv_scales(self, run: LayerRun, layer: LayerTensors, hidden: Tensor) -> dict[str, Tensor]:
-        """With which the largest key and value of the calibration, as the unquantised layer makes them, are e4m3's
-        largest number."""
+        """With which the largest key and value of the calibration, as the layer makes them once it is quantised, are
+        e4m3's largest number."""
         largest = [0.0, 0.0]
         for batch in self._batches:
             self._attend(run, layer, hidden, batch)

@@ -2,7 +2,7 @@
 methods, which change them in place."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,10 +41,6 @@ class LayerTensors:
     prefix: str
     weights: dict[str, Tensor]
     others: dict[str, Tensor]
-
-    def copy(self) -> "LayerTensors":
-        """With dictionaries of its own; the tensors are shared."""
-        return replace(self, weights=dict(self.weights), others=dict(self.others))
 
 
 def shapes(spec: DecoderSpec, modules: Modules) -> dict[str, tuple[int, int]]:

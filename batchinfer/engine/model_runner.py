@@ -43,8 +43,9 @@ class Model(Protocol):
         prompt_lens: the batch's, for rotary embeddings whose frequencies depend on the prompt's length."""
         ...
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size], of a float dtype."""
+    def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:
+        """[n, hidden_size] -> [n, vocab_size], of a float dtype. scratch: an earlier result, whose memory may be used
+        again."""
         ...
 
 
@@ -96,6 +97,7 @@ class ModelRunner:
         self._requests: list[Request | None] = [None] * max_num_seqs  # by slot, of the latest sequence there
         self._scores_prompt = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # by slot
+        self._logits: Tensor | None = None  # the largest of earlier steps, to be used again
         self._most_tokens: float = math.inf  # of one forward pass; halved where the device has no memory for it
 
     def submit(self, output: SchedulerOutput) -> StepHandle:
@@ -137,7 +139,7 @@ class ModelRunner:
         sampling = np.flatnonzero(output.samples)
         for part in _parts(len(sampling), max(1, _LOGITS_ELEMENTS // self._model.vocab_size)):
             entries = sampling[part]
-            logits = self._model.compute_logits(hidden[torch.from_numpy(inputs.logits_indices[part])])
+            logits = self._compute_logits(hidden[torch.from_numpy(inputs.logits_indices[part])])
             forward_s += watch.lap()
             slots = output.slots[entries]
             sampled = self._sampler.sample(logits, slots, inputs.seq_lens[entries].astype(np.int64))
@@ -158,6 +160,15 @@ class ModelRunner:
             if _is_out_of_memory(error):
                 raise _ForwardOutOfMemory(error.with_traceback(None)) from None  # its frames hold the activations
             raise
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        """Valid until the next call. float32 ones of a CPU keep their memory: fresh pages would cost the processor a
+        third of the product's time each step."""
+        logits = self._model.compute_logits(hidden, self._logits)
+        is_kept = logits.dtype == torch.float32 and logits.is_cpu
+        if is_kept and (self._logits is None or len(logits) > len(self._logits)):
+            self._logits = logits
+        return logits
 
     def _request(self, slot: np.int32) -> Request:
         request = self._requests[slot]

@@ -106,7 +106,7 @@ def evaluate(evaluation: Evaluation, report: Report) -> dict[str, Any]:
     model = _load("--model", evaluation.model, None, report)
     against = _load("--against", evaluation.against, model, report) if evaluation.against else None
     texts = _tokenised(evaluation, [model, against] if against else [model])
-    windows = _windows(evaluation, texts, model)
+    windows = _windows(evaluation, texts, [model, against] if against else [model])
     scores, seconds = _score(evaluation, windows, model, against, report)
     figures = {
         "texts": len(texts),
@@ -166,8 +166,8 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[TokenIds]:
     return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
-def _windows(evaluation: Evaluation, texts: Sequence[TokenIds], model: _Loaded) -> list[TokenIds]:
-    longest = model.model.decoder.spec.max_position_embeddings
+def _windows(evaluation: Evaluation, texts: Sequence[TokenIds], sides: Sequence[_Loaded]) -> list[TokenIds]:
+    longest = min(side.model.decoder.spec.max_position_embeddings for side in sides)
     if evaluation.rules.window > longest:
         raise UsageError(f"--window {evaluation.rules.window}: the model has positions for {longest} tokens")
     windows = list(cut(texts, evaluation.rules))

@@ -27,7 +27,7 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class GuardFigures:
-    """Over all tokens compared. Infinite where the 8-bit cache makes the numbers NaN."""
+    """Over all tokens compared. Some 1e38 where the 8-bit cache makes the numbers NaN."""
 
     kl_divergence: float  # nats, mean; the reference is the cache in the model's precision
     kl_divergence_max: float
@@ -35,7 +35,7 @@ class GuardFigures:
 
     @classmethod
     def of(cls, found: Divergence) -> "GuardFigures":
-        kl = np.nan_to_num(found.kl, nan=np.inf)
+        kl = np.nan_to_num(found.kl, nan=float(np.finfo(np.float32).max))  # infinity has no place in JSON
         return cls(float(kl.mean(dtype=np.float64)), float(kl.max()), found.top1_agreement)
 
     @property

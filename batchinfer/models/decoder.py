@@ -107,12 +107,18 @@ class Decoder:
         return add_rms_norm(update, residual, self._final_norm, eps)[0]
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], rows of forward's result. Returns [n, vocab_size], float32 where the head's sums
-        are, else in the model's dtype. Rounding to bf16 would make likely tokens equal and change answers."""
+        are, else in the model's dtype. Rounding to bf16 would make likely tokens equal and change answers.
+
+        scratch: an earlier float32 result that is read no more; its memory is used again where it suffices.
+        """
         if isinstance(self._lm_head, Linear):
             return self._lm_head(hidden)
-        logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
+        if scratch is not None and len(scratch) >= len(hidden):
+            logits = scratch[: len(hidden)]
+        else:
+            logits = torch.empty(len(hidden), self.vocab_size, device=self.device)
         self._lm_head.fill(logits, hidden)
         return logits
 

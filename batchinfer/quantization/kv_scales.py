@@ -40,8 +40,11 @@ def cache_dtypes(config: Mapping[str, Any]) -> tuple[str, ...]:
     to 127.
     """
     scheme = config.get("kv_cache_scheme")
-    kind = scheme.get("type", "float") if isinstance(scheme, Mapping) else "float"
-    return _CACHE_DTYPES.get(kind, ())
+    if not isinstance(scheme, Mapping):
+        return _CACHE_DTYPES["float"]
+    if scheme.get("num_bits", 8) != 8 or scheme.get("symmetric") is False:
+        return ()
+    return _CACHE_DTYPES.get(scheme.get("type", "float"), ())
 
 
 def take_kv_scales(

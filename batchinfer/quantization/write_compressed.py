@@ -40,7 +40,7 @@ def packed_config(bits: int, group_size: int, symmetric: bool, act_order: bool) 
     weights = {
         **_arguments(bits, "int", "channel" if group_size == -1 else "group", dynamic=False, symmetric=symmetric),
         "group_size": None if group_size == -1 else group_size,
-        "actorder": "group" if act_order else None,
+        "actorder": "group" if act_order and group_size != -1 else None,
     }
     return _config("pack-quantized", weights, None)
 

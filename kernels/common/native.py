@@ -152,7 +152,13 @@ def _libraries(directory: Path) -> Mapping[str, Path]:
 def _library(operation: str) -> ctypes.CDLL | None:
     libraries = prepare(_log.warning)
     # torch was imported, so its OpenMP runtime is loaded and the library, asking for the same name, shares its threads
-    return None if libraries is None else ctypes.CDLL(str(libraries[operation]))
+    if libraries is None:
+        return None
+    try:
+        return ctypes.CDLL(str(libraries[operation]))
+    except OSError as error:  # built ahead for another C library
+        _log.warning("the CPU kernel %s does not load, plain torch runs instead: %s", operation, error)
+        return None
 
 
 def _find_compiler() -> list[str]:

@@ -38,8 +38,6 @@ struct Problem {
 
     int64_t heads_per_kv() const { return num_q_heads / num_kv_heads; }
     int64_t row_bytes() const { return head_dim * bytes_of(cache_format); }
-    const float* key_scales() const { return scales_per_token ? k_scale : nullptr; }
-    const float* value_scales() const { return scales_per_token ? v_scale : nullptr; }
     float static_key_scale(int64_t kv_head) const { return k_scale && !scales_per_token ? k_scale[kv_head] : 1.0f; }
     float static_value_scale(int64_t kv_head) const { return v_scale && !scales_per_token ? v_scale[kv_head] : 1.0f; }
 };

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 from batchinfer.kernels.common.triton_inspect import Anatomy
 
 from batchinfer.cli.main import main

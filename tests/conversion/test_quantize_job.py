@@ -165,7 +165,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "rtn"])
-@pytest.mark.parametrize("after", [0, 1, 2, 3, "write"])
+@pytest.mark.parametrize(
+    "after", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3, "write"]
+)
 def test_a_killed_job_carries_on_to_the_same_bytes(model, text_file, tmp_path, monkeypatch, method, after):
     run(model, tmp_path / "whole", text_file, method=method)
     with monkeypatch.context() as patched:

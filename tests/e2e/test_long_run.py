@@ -41,13 +41,16 @@ class NoModel:
     def forward(self, batch: ForwardBatch, cache: None, prompt_lens: torch.Tensor) -> torch.Tensor:
         return (batch.positions.new_ones(1) * (batch.token_ids == SHIFT + ord(ANSWER[0]))).float()[:, None]
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
         return self._logits[hidden[:, 0].long()]
 
 
-def load_no_model(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LocalEngine:
+def load_no_model(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> Tokenizer:
     torch.set_num_threads(1)
-    tokenizer = Tokenizer.load(files.path)
+    return Tokenizer.load(files.path)
+
+
+def build_no_engine(config: JobConfig, tokenizer: Tokenizer, *_: object) -> LocalEngine:
     pool = BlockPool(4096, config.cache.block_size)
     engine = Engine(NoModel(), None, pool, tokenizer, config.scheduler, frozenset(), 64)
     return LocalEngine(engine, tokenizer, "cpu", 0)
@@ -75,7 +78,8 @@ def test_memory_is_flat_over_many_rows(
         return results
 
     write_input(tmp_path / "in.parquet", num_rows)
-    monkeypatch.setattr(pipeline, "load_engine", load_no_model)
+    monkeypatch.setattr(pipeline, "load_model", load_no_model)
+    monkeypatch.setattr(pipeline, "build_engine", build_no_engine)
     monkeypatch.setattr(Engine, "step", observed_step)
     options = ["--input", tmp_path / "in.parquet", "--output", tmp_path / "out", "--max-tokens", TOKENS]
     assert command_line._run(["run", "--model", str(tiny_model), "--temperature", "0", *map(str, options)]) == 0

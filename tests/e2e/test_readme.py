@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,11 +11,18 @@ from tiny_jobs import read_rows, save_tiny_model, write_jsonl
 
 from batchinfer import llm, pipeline
 from batchinfer.cli import main as command_line
-from batchinfer.cli.bench import throughput
+from batchinfer.cli.bench import step, throughput
+from batchinfer.cli.bench_kernels import kernels
+from batchinfer.cli.build import build
+from batchinfer.cli.evaluate import evaluate as evaluate_command
+from batchinfer.cli.quantize import quantize
 from batchinfer.config import iter_options
+from batchinfer.conversion import quantize_job
 from batchinfer.data.result_schema import result_schema
 from batchinfer.errors import ErrorCode
-from batchinfer.models.resolve import resolve_model
+from batchinfer.evaluation import evaluate
+from batchinfer.executors import step_profile
+from batchinfer.models.resolve import ModelFiles, resolve_model
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,6 +64,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.write(plain.read_bytes())
     conversations = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(30)]
     write_jsonl(folder / "chats.jsonl", conversations)
+    write_jsonl(folder / "texts.jsonl", [{"text": f"A text of its own, number {i}. " * 8} for i in range(20)])
     return folder
 
 
@@ -67,15 +76,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _every_model_is_the_tiny_one(model: Path, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pipeline, llm):
-        monkeypatch.setattr(
-            module, "resolve_model", lambda name, report, quantization: resolve_model(str(model), report)
-        )
+    def resolve(name: str | None, report: Callable[[str], None], *_: str) -> ModelFiles:
+        return resolve_model(name if name and Path(name).is_dir() else str(model), report)
+
+    for module in (pipeline, llm, step_profile, quantize_job, evaluate):
+        monkeypatch.setattr(module, "resolve_model", resolve)
     monkeypatch.chdir(clone)
 
 
 def test_the_readme_shows_each_command() -> None:
-    assert {command.split()[1] for command in runnable()} == {"run", "show", "bench"}
+    assert {command.split()[1] for command in runnable()} == {"run", "show", "bench", "quantize", "evaluate"}
 
 
 def test_commands_run(clone: Path) -> None:
@@ -85,6 +95,7 @@ def test_commands_run(clone: Path) -> None:
     assert len(read_rows(clone / "sample_data" / "prompts.completions")) == 24
     assert len(read_rows(clone / "answers")) == 5
     assert len(read_rows(clone / "answers.jsonl")) == 20
+    assert (clone / "quantised" / "config.json").exists()
 
 
 def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +106,8 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_documented_options_and_columns_are_those_there_are() -> None:
     options = {"--" + member.name.replace("_", "-") for _, member in iter_options()} | {"--job", "--set"}
-    options |= {name for parameter in throughput.params for name in parameter.opts}
+    for command in (throughput, step, kernels, build, quantize, evaluate_command):
+        options |= {name for parameter in command.params for name in parameter.opts}
     named = set(re.findall(r"`?(--[a-z][a-z-]+)", README.replace("--no-", "--")))
     assert named - {"--help", "--rows", "--errors"} <= options
     table = README.split("## Output")[1].split("Exit codes")[0]

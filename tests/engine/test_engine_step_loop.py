@@ -253,7 +253,7 @@ def test_logits_are_made_a_few_rows_at_a_time(undisturbed, monkeypatch):
     sizes = []
 
     class Counting(StandInModel):
-        def compute_logits(self, hidden):
+        def compute_logits(self, hidden, scratch=None):
             sizes.append(len(hidden))
             return super().compute_logits(hidden)
 

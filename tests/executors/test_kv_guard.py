@@ -155,5 +155,5 @@ def test_nan_of_the_8_bit_cache_alone_is_beyond_any_bound():
 
     figures = GuardFigures.of(Divergence(np.array([0.0, np.nan], np.float32), np.array([True, False])))
     assert not figures.is_within_bound
-    assert figures.kl_divergence == np.inf
+    assert 1e38 < figures.kl_divergence < np.inf  # which JSON holds
     assert figures.top1_agreement == 0.5

@@ -1,6 +1,6 @@
 """The profile of single steps: what is counted where, and what does not fit."""
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from tiny_jobs import save_tiny_model
 
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
+from batchinfer.executors import step_profile
 from batchinfer.executors.step_profile import OperationTimer, StepShape, profile_steps, step_table
 
 NAMES = {"matmul", "attention", "rotary and kv_store", "norms", "gated activation", "sampling", "rest"}
@@ -29,22 +30,23 @@ def options(model, **values):
     return JobConfig.from_options({"model": model, "device": "cpu", "threads": 1, "kv_cache_memory": 1 << 20, **values})
 
 
-def inner():
-    time.sleep(0.02)
+def inner(clock):
+    clock.seconds += 2
 
 
-def outer():
-    inner()
-    time.sleep(0.01)
+def outer(clock):
+    inner(clock)
+    clock.seconds += 1
 
 
-def test_time_within_watched_functions_counts_once():
+def test_time_within_watched_functions_counts_once(monkeypatch):
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(step_profile, "time", SimpleNamespace(perf_counter=lambda: clock.seconds))
     with OperationTimer({outer: "a", inner: "b"}) as timer:
-        outer()
-        inner()
-        time.sleep(0.01)
-    assert timer.milliseconds["a"] == pytest.approx(30, abs=8)  # the inner one within it is no operation of its own
-    assert timer.milliseconds["b"] == pytest.approx(20, abs=8)
+        outer(clock)
+        inner(clock)
+        clock.seconds += 5
+    assert timer.milliseconds == {"a": 3000, "b": 2000}  # the inner one within the outer is no operation of its own
 
 
 def test_steps_of_a_model_are_those_asked_for(model):

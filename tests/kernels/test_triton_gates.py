@@ -18,6 +18,7 @@ from batchinfer.executors.kernel_cases import MODELS, cases
 from batchinfer.executors.kernel_gates import Verdict, table_head, table_row, verdicts
 
 LLAMA = MODELS[0]
+LARGEST_AND_SMALLEST = (LLAMA, MODELS[-1])  # `bench kernels --compile-only` takes all, and minutes
 
 
 def some_cases(monkeypatch, *words):
@@ -42,7 +43,7 @@ def test_a_product_of_few_rows_uses_wgmma(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", LARGEST_AND_SMALLEST, ids=lambda model: model.name)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_kernel_holds_to_the_gates(target, model):
     assert [table_row(verdict) for verdict in verdicts(TARGETS[target], model) if verdict.faults] == []
