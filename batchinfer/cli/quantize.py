@@ -2,8 +2,8 @@
 
 import click
 
-_METHODS = ("awq", "gptq", "awq-gptq", "rtn", "fp8")
-_FORMATS = ("awq", "gptq", "compressed-tensors")
+from batchinfer.conversion.options import FORMATS, METHODS, QuantizeOptions
+
 _METHOD_HELP = (
     "awq: scales found by trying; gptq: errors made up for column by column; awq-gptq: the one, then the other; rtn: "
     "rounding to nearest, without calibration; fp8: 8-bit floats, a scale a channel."
@@ -13,10 +13,8 @@ _METHOD_HELP = (
 @click.command(short_help="Make a quantised checkpoint of a 16-bit one.")
 @click.option("--model", metavar="PATH|ID", help="As in `run`.  [default: the default model]")
 @click.option("--output", metavar="DIR", required=True, help="Directory of the new checkpoint.")
-@click.option(
-    "--method", type=click.Choice(_METHODS), default="awq", show_default=True, help="How weights are rounded."
-)
-@click.option("--format", "file_format", type=click.Choice(_FORMATS), help="[default: the method's own]")
+@click.option("--method", type=click.Choice(METHODS), default="awq", show_default=True, help="How weights are rounded.")
+@click.option("--format", "file_format", type=click.Choice(FORMATS), help="[default: the method's own]")
 @click.option("--bits", type=int, metavar="N", help="Of a weight: 2, 3, 4 or 8.  [default: 4; 8 with fp8]")
 @click.option(
     "--group-size", type=int, default=128, show_default=True, metavar="N", help="Inputs a scale; -1: all of a row."
@@ -70,8 +68,6 @@ _METHOD_HELP = (
 )
 def quantize(model: str | None, output: str, file_format: str | None, **options: object) -> None:
     """Make a quantised checkpoint layer by layer. Stopped at any moment, the same command carries on."""
-    from batchinfer.conversion.options import QuantizeOptions
-
     checked = QuantizeOptions(format=file_format, **options)  # type: ignore[arg-type]
     from batchinfer.conversion.quantize_job import quantize_model  # here, as it brings torch
 

@@ -354,13 +354,16 @@ def test_the_same_text_from_each_kind_of_file(model, tmp_path, suffix):
     assert all(ids.tolist() in windows for ids in text.sequences)
 
 
-def test_messages_go_through_the_chat_template_and_missing_columns_are_named(model, tmp_path):
+def test_messages_go_through_the_chat_template_and_missing_columns_are_named(model, tmp_path, monkeypatch):
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": TEXT}]}) + "\n")
     options = QuantizeOptions(calibration=str(path), calibration_length=100)
     (model_with_template := tmp_path / "model").mkdir()
     shutil.copytree(model, model_with_template, dirs_exist_ok=True)
+    rendered = []
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda self, messages: rendered.append(messages) or TEXT)
     text = read_calibration_text(options, Tokenizer.load(model_with_template))
+    assert rendered == [[{"role": "user", "content": TEXT}]]
     assert text.num_tokens > 1000
     with pytest.raises(UsageError, match=r"no column body; .*--calibration-column \(messages\)"):
         read_calibration_text(QuantizeOptions(calibration=str(path), calibration_column="body"), Tokenizer.load(model))
