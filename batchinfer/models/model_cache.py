@@ -6,15 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from batchinfer.cache_directory import cache_directory
 from batchinfer.errors import BatchInferError
-
-
-def cache_directory() -> Path:
-    """BATCHINFER_CACHE, else XDG_CACHE_HOME/batchinfer, else ~/.cache/batchinfer. It need not exist yet."""
-    if own := os.environ.get("BATCHINFER_CACHE"):
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache").expanduser().absolute() / "batchinfer"
 
 
 def cached_model(name: str) -> Path | None:

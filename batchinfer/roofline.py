@@ -1,0 +1,138 @@
+"""What this machine's devices reach at best, and what steps of a model took on them, in one small file a user and
+machine. Written by executors/device_profile, read by planning/ and report/."""
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from batchinfer.cache_directory import cache_directory
+
+_FILE = "machine_profile.json"
+_FORMAT = 1
+_CPU_INFO = Path("/proc/cpuinfo")
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeaks:
+    """The two roofs of a device, as measured with plain library operations and all threads.
+
+    bytes_per_s: reading memory that no cache holds. flops_per_s: a large matrix product in one dtype. measured_on: the
+    device in words, with its dtype and threads. date: as in 2026-01-31.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+    measured_on: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a step of one model as a sum of parts, fitted to steps that were timed.
+
+    token_counts, tokens_s: the time of a step of so many tokens without what follows; between them it is linear.
+    sample_s: of each token sampled. cache_token_s: of each cached token that a sequence of the step reads. pair_s: of
+    each pair of a query and a key that it sees. error: mean relative deviation from the timed steps. measured_on and
+    date: as of DevicePeaks.
+    """
+
+    token_counts: tuple[int, ...]  # rising
+    tokens_s: tuple[float, ...]
+    sample_s: float
+    cache_token_s: float
+    pair_s: float
+    error: float
+    measured_on: str
+    date: str
+
+
+def machine_name(device: str) -> str:
+    """The processor or the first GPU in words, without loading any library for it. device: "cpu" or "cuda"."""
+    if device == "cuda":
+        for information in sorted(_NVIDIA.glob("*/information")):
+            return _field(information.read_text(), "Model") or "NVIDIA GPU"
+        return "CUDA device"
+    text = _CPU_INFO.read_text() if _CPU_INFO.exists() else ""
+    return _field(text, "model name") or platform.processor() or platform.machine()
+
+
+def load_peaks(device: str, dtype: str | None = None) -> DevicePeaks | None:
+    """The peaks measured last on this machine; None where there are none. device: "cpu" or "cuda". dtype: of the
+    product, as in "bf16"; None takes whatever was measured last."""
+    found = [entry for entry in _read()["peaks"] if _is_about(entry, device=device, machine=machine_name(device))]
+    found = [entry for entry in found if dtype in (None, entry["dtype"])]
+    return _made(DevicePeaks, found[-1]) if found else None
+
+
+def save_peaks(device: str, dtype: str, peaks: DevicePeaks) -> None:
+    """In place of earlier ones of the same machine, device and dtype. Raises OSError."""
+    key = {"device": device, "machine": machine_name(device), "dtype": dtype}
+    _save("peaks", key, asdict(peaks))
+
+
+def load_step_times(key: Mapping[str, Any]) -> StepTimes | None:
+    """The times of steps under exactly these circumstances, on this machine; None where none were measured.
+
+    key: device, and all else that decides how long a step takes: the model, its precision, the threads.
+    """
+    whole = {**key, "machine": machine_name(key["device"])}
+    found = [entry for entry in _read()["step_times"] if _is_about(entry, **whole)]
+    return _made(StepTimes, found[-1]) if found else None
+
+
+def save_step_times(key: Mapping[str, Any], times: StepTimes) -> None:
+    """In place of earlier ones with an equal key. Raises OSError."""
+    _save("step_times", {**key, "machine": machine_name(key["device"])}, asdict(times))
+
+
+def profile_path() -> Path:
+    """The file. It need not exist."""
+    return cache_directory() / _FILE
+
+
+def _read() -> dict[str, list[dict[str, Any]]]:
+    """The file's two lists; empty ones where it is absent, of another version or damaged: it only holds measurements,
+    which can be repeated."""
+    nothing: dict[str, list[dict[str, Any]]] = {"peaks": [], "step_times": []}
+    try:
+        content = json.loads(profile_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return nothing
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        return nothing
+    return {name: content.get(name, []) for name in nothing}
+
+
+def _save(name: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Replaces the file whole, so that no reader sees half of it."""
+    content = _read()
+    content[name] = [entry for entry in content[name] if not _is_about(entry, **key)] + [{**key, **values}]
+    path = profile_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.write(json.dumps({"format": _FORMAT, **content}, indent=1) + "\n")
+    os.replace(file.name, path)
+
+
+def _is_about(entry: Mapping[str, Any], **key: Any) -> bool:
+    return all(entry.get(name) == value for name, value in key.items())
+
+
+def _made(kind: type[Any], entry: Mapping[str, Any]) -> Any:
+    values = {member.name: entry[member.name] for member in fields(kind)}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _field(text: str, name: str) -> str | None:
+    """The value of the first line "name : value"."""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip().lower() == name.lower():
+            return value.strip() or None
+    return None

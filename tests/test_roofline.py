@@ -1,0 +1,76 @@
+"""The file of a machine's measurements: what is written is found again, and only under the same circumstances."""
+
+from pathlib import Path
+
+import pytest
+
+from batchinfer import roofline
+from batchinfer.roofline import DevicePeaks, StepTimes, load_peaks, load_step_times, save_peaks, save_step_times
+
+PEAKS = DevicePeaks(20e9, 400e9, "some processor, bf16, 2 threads", "2026-01-31")
+TIMES = StepTimes((1, 8), (0.01, 0.02), 1e-4, 1e-7, 1e-9, 0.05, "some processor", "2026-01-31")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATCHINFER_CACHE", str(tmp_path / "cache"))
+
+
+def test_nothing_is_known_before_anything_was_measured() -> None:
+    assert load_peaks("cpu") is None
+    assert load_step_times({"device": "cpu", "dtype": "bf16"}) is None
+
+
+def test_peaks_come_back_by_device_and_dtype() -> None:
+    other = DevicePeaks(20e9, 100e9, "some processor, fp32, 2 threads", "2026-02-01")
+    save_peaks("cpu", "bf16", PEAKS)
+    save_peaks("cpu", "fp32", other)
+    assert load_peaks("cpu", "bf16") == PEAKS
+    assert load_peaks("cpu", "fp32") == other
+    assert load_peaks("cpu") == other  # the last
+    assert load_peaks("cuda") is None
+
+
+def test_a_second_measurement_takes_the_place_of_the_first() -> None:
+    save_peaks("cpu", "bf16", PEAKS)
+    again = DevicePeaks(21e9, 410e9, "some processor, bf16, 2 threads", "2026-03-01")
+    save_peaks("cpu", "bf16", again)
+    assert load_peaks("cpu", "bf16") == again
+    assert roofline.profile_path().read_text().count("bytes_per_s") == 1
+
+
+def test_step_times_hold_for_their_circumstances_alone() -> None:
+    key = {"device": "cpu", "model": "abc", "dtype": "bf16", "threads": 2}
+    save_step_times(key, TIMES)
+    save_peaks("cpu", "bf16", PEAKS)  # the one list leaves the other alone
+    assert load_step_times(key) == TIMES
+    assert load_step_times({**key, "threads": 1}) is None
+    assert load_step_times({**key, "model": "abd"}) is None
+
+
+def test_another_machine_with_the_same_home_directory_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    save_peaks("cpu", "bf16", PEAKS)
+    monkeypatch.setattr(roofline, "machine_name", lambda device: "another processor")
+    assert load_peaks("cpu") is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 0, "peaks": [{}]}'])
+def test_a_damaged_file_counts_as_none(text: str) -> None:
+    path = roofline.profile_path()
+    path.parent.mkdir()
+    path.write_text(text)
+    assert load_peaks("cpu") is None
+    save_peaks("cpu", "bf16", PEAKS)
+    assert load_peaks("cpu") == PEAKS
+
+
+def test_the_processor_has_a_name() -> None:
+    assert roofline.machine_name("cpu")
+
+
+def test_the_name_of_a_gpu_is_the_drivers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "0000:01:00.0"
+    folder.mkdir()
+    (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t 17\n")
+    monkeypatch.setattr(roofline, "_NVIDIA", tmp_path)
+    assert roofline.machine_name("cuda") == "NVIDIA H200"
