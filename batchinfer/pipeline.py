@@ -16,7 +16,7 @@ from batchinfer.agreement import TokenKeeper, mean_agreement, reference_options
 from batchinfer.config import JobConfig
 from batchinfer.data.claim import check_output
 from batchinfer.data.feeder import Feeder
-from batchinfer.data.files import read_option_file
+from batchinfer.data.files import with_file_contents
 from batchinfer.data.job_input import JobInput, default_output
 from batchinfer.data.prompts import PromptBuilder
 from batchinfer.data.result_schema import Tally, result_schema
@@ -128,7 +128,7 @@ class _Run:
         _say(f"options: {options.describe()}")
         with self.phases.timed("input"):
             self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say, output)
-        self._fingerprint_options = _with_file_contents(self._config.fingerprint_options())
+        self._fingerprint_options = with_file_contents(self._config.fingerprint_options())
         self._statistics = RequestStatistics()
 
     def check_output(self, target: str) -> None:
@@ -283,16 +283,6 @@ class _Observed:
         for result in results:
             self._statistics.add(result)
         self._sink.add(results)
-
-
-def _with_file_contents(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the text of template files in place of their names."""
-    texts = dict(options)
-    if options["chat_template"] is not None:
-        texts["chat_template"] = read_option_file("--chat-template", options["chat_template"])
-    if (options["template"] or "").startswith("@"):
-        texts["template"] = read_option_file("--template", options["template"][1:])
-    return texts
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -116,6 +116,16 @@ def read_option_file(option: str, path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def with_file_contents(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the text of template files in place of their names."""
+    texts = dict(options)
+    if options["chat_template"] is not None:
+        texts["chat_template"] = read_option_file("--chat-template", options["chat_template"])
+    if (options["template"] or "").startswith("@"):
+        texts["template"] = read_option_file("--template", options["template"][1:])
+    return texts
 
 
 class HashingFile(io.RawIOBase):
