@@ -1,12 +1,16 @@
 """What a model directory is told apart by, so that a resumed job notices other weights. Called by models/resolve.py."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 _WHOLE_BYTES = 1 << 29  # files up to this size are read whole
+_HEAD_BYTES = 1 << 24  # of a larger one: GGUF keeps the tokenizer and the table of its tensors there
 _BLOCK_BYTES = 1 << 18
 _STRIDE_BYTES = 1 << 26
+_SMALL_BYTES = 1 << 16  # tensors up to this size are read whole: norms, biases, scales of the KV cache
 _READ_BYTES = 1 << 20
 _NAMES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -23,23 +27,47 @@ def model_fingerprint(directory: Path) -> str:
 def file_digest(path: Path) -> str:
     """SHA-256 in hex of a file's size and content.
 
-    Of a file above 512 MiB only 256 KiB in each 64 MiB count, from its head (where safetensors and GGUF have their
-    table) to its last bytes: trained or converted otherwise, weights differ everywhere, and 140 GB take seconds.
+    Of a file above 512 MiB count its first 16 MiB, 256 KiB in each 64 MiB, its last bytes, and in safetensors the table
+    and each tensor of at most 64 KiB: trained or converted otherwise, large tensors differ everywhere, small ones can
+    differ alone, and 140 GB take seconds.
     """
     digest = hashlib.sha256()
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with open(path, "rb", buffering=0) as file:
-        for start, length in _spans(size):
-            file.seek(start)
-            digest.update(file.read(length))
+        spans = [(0, size)] if size <= _WHOLE_BYTES else [*_sample(size), *_small_tensors(path, file, size)]
+        for start, stop in spans:
+            for position in range(start, stop, _READ_BYTES):
+                file.seek(position)
+                digest.update(file.read(min(_READ_BYTES, stop - position)))
     return digest.hexdigest()
 
 
-def _spans(size: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of what is read."""
-    if size <= _WHOLE_BYTES:
-        yield from ((start, _READ_BYTES) for start in range(0, size, _READ_BYTES))
+def _sample(size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of what is read of a large file whatever is in it."""
+    yield 0, _HEAD_BYTES
+    yield from ((start, start + _BLOCK_BYTES) for start in range(_STRIDE_BYTES, size, _STRIDE_BYTES))
+    yield size - _BLOCK_BYTES, size
+
+
+def _small_tensors(path: Path, file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of a safetensors file's table and small tensors; nothing of a file without a table, which the
+    loader refuses."""
+    if path.suffix != ".safetensors":
         return
-    yield from ((start, _BLOCK_BYTES) for start in range(0, size, _STRIDE_BYTES))
-    yield size - _BLOCK_BYTES, _BLOCK_BYTES
+    length = int.from_bytes(file.read(8), "little")
+    if length > size:
+        return
+    yield 0, 8 + length
+    for start, stop in sorted(_places(file.read(length))):
+        if stop - start <= _SMALL_BYTES:
+            yield 8 + length + start, 8 + length + stop
+
+
+def _places(table: bytes) -> list[tuple[int, int]]:
+    """Where tensors begin and end after the table."""
+    try:
+        entries = {name: entry for name, entry in json.loads(table).items() if name != "__metadata__"}
+        return [(int(start), int(stop)) for start, stop in (entry["data_offsets"] for entry in entries.values())]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []

@@ -598,6 +598,36 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert model_fingerprint(directory) != before
 
 
+def write_large(path: Path, small: float, large: float = 0.5) -> Path:
+    """A file of which only samples are read: a scale that lies between two of them, after half a large tensor."""
+    import torch
+    from safetensors.torch import save_file
+
+    halves = {name: torch.full((200_000,), large) for name in ("a.weight", "c.weight")}
+    save_file(halves | {"b.k_scale": torch.tensor([small])}, path)
+    return path
+
+
+def test_a_scale_alone_tells_large_files_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_WHOLE_BYTES": 1 << 16, "_HEAD_BYTES": 1 << 10, "_BLOCK_BYTES": 1 << 8}.items():
+        monkeypatch.setattr(fingerprint, name, value)
+    first = fingerprint.file_digest(write_large(tmp_path / "a.safetensors", 0.02))
+    assert fingerprint.file_digest(write_large(tmp_path / "b.safetensors", 0.02)) == first
+    assert fingerprint.file_digest(write_large(tmp_path / "c.safetensors", 0.03)) != first
+    assert fingerprint.file_digest(write_large(tmp_path / "d.safetensors", 0.02, 0.6)) != first
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 8, (20).to_bytes(8, "little") + b"[1]" + b" " * 17])
+def test_large_files_without_a_table_have_a_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1 << 16)
+    (path := tmp_path / "a.safetensors").write_bytes(damage + bytes(1 << 20))
+    before = fingerprint.file_digest(path)
+    path.write_bytes(damage + bytes(1000) + b"1" + bytes((1 << 20) - 1001))
+    assert fingerprint.file_digest(path) != before
+
+
 def test_large_files_are_sampled_from_head_to_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_WHOLE_BYTES", 1 << 16)
     monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 1 << 12)
