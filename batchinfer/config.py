@@ -11,6 +11,7 @@ from typing import Any
 from batchinfer.cache_config import CacheConfig
 from batchinfer.option_field import option, require, require_choice
 from batchinfer.sampling_config import SamplingConfig
+from batchinfer.scheduler_config import SchedulerConfig
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
 ACTIVATION_DTYPES = ("auto", "int8")
@@ -19,6 +20,7 @@ ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
 _UNSET_SAMPLING = SamplingConfig()
 _DEFAULT_CACHE = CacheConfig()
+_DEFAULT_SCHEDULER = SchedulerConfig()
 _MAX_ERRORS = re.compile(r"\d+|\d+(\.\d+)?%")
 
 
@@ -149,18 +151,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """How much runs at once."""
-
-    max_num_batched_tokens: int = option(2048, "Most tokens that one step computes.", metavar="N")
-    max_num_seqs: int = option(256, "Most sequences that run at once.", metavar="N")
-
-    def __post_init__(self) -> None:
-        require(self.max_num_batched_tokens > 0, "max_num_batched_tokens", self.max_num_batched_tokens, "1 or more")
-        require(self.max_num_seqs > 0, "max_num_seqs", self.max_num_seqs, "1 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputConfig:
     """Where and how the answers are written."""
 
@@ -220,7 +210,7 @@ class JobConfig:
     sampling: SamplingConfig = _UNSET_SAMPLING
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = _DEFAULT_CACHE
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: SchedulerConfig = _DEFAULT_SCHEDULER
     output: OutputConfig = OutputConfig()
     limits: LimitsConfig = LimitsConfig()
 

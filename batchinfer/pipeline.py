@@ -225,7 +225,7 @@ class _Run:
             return rules.ending(figures.errors)
 
         with self._feeder(self._local.tokenizer, engine.vocab_size, engine.max_model_len, wanted) as feeder:
-            ending = run_loop(engine, feeder, sink, self._config.scheduler.max_num_seqs, should_end)
+            ending = run_loop(engine, feeder, sink, self._config.scheduler, should_end)
         figures = self._progress(before)
         progress.close(figures)
         return Ending.TOO_MANY_ERRORS if rules.has_too_many(figures.errors) else ending
@@ -242,7 +242,7 @@ class _Run:
             versions=versions(),
             options=self._options.to_json(),
         )
-        figures = with_earlier_runs(summarise(self._statistics, self._local.engine.stats.to_dict(), run), before)
+        figures = with_earlier_runs(summarise(self._statistics, self._local.figures(), run), before)
         return figures | ({"kv_guard": self.guard_outcome} if self.guard_outcome else {})
 
     def _feeder(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, wanted: Wanted) -> Feeder:

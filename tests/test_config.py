@@ -56,6 +56,10 @@ BROKEN_RULES = [
     (CacheConfig, {"kv_cache_memory": 0}, "kv_cache_memory", "above 0"),
     (SchedulerConfig, {"max_num_batched_tokens": 0}, "max_num_batched_tokens", "1 or more"),
     (SchedulerConfig, {"max_num_seqs": 0}, "max_num_seqs", "1 or more"),
+    (SchedulerConfig, {"order": "random"}, "order", "one of packed, input"),
+    (SchedulerConfig, {"admission": "lazy"}, "admission", "one of forecast, greedy"),
+    (SchedulerConfig, {"batching": "dynamic"}, "batching", "one of continuous, static"),
+    (SchedulerConfig, {"kv_allocation": "pooled"}, "kv_allocation", "one of paged, contiguous"),
     (OutputConfig, {"rows_per_part": 0}, "rows_per_part", "1 or more"),
     (LimitsConfig, {"deadline": 0.0}, "deadline", "above 0"),
     (LimitsConfig, {"max_errors": "many"}, "max_errors", "a count or N%"),
@@ -110,6 +114,7 @@ def test_fingerprint_keeps_what_changes_answers_and_leaves_what_changes_speed():
     assert {"input", "temperature", "seed", "model", "dtype", "kv_cache_dtype", "rows_per_part", "max_tokens"} <= names
     speed = {"threads", "kv_cache_memory", "max_num_seqs", "max_num_batched_tokens", "block_size", "deadline"}
     assert not speed & names
+    assert not {"order", "admission", "batching", "kv_allocation"} & names
     assert not {"output", "overwrite", "max_errors"} & names
 
 

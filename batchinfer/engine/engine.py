@@ -2,8 +2,8 @@
 runner runs it, stop rules end it. Built by executors/, driven by the pipeline."""
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from batchinfer.cache.block_pool import BlockPool, key_domain
@@ -27,6 +27,7 @@ class Engine:
 
     eos_token_ids: any of them ends a sequence. max_model_len: prompt and completion of a request fit in it.
     rope_length_threshold: the KV of longer prompts depends on their length, so only equally long ones share it.
+    sliding_windows: of each layer, how many tokens it attends to at most, None for all; for the statistics.
     max_steps_in_flight: steps submitted before the first is awaited.
     Raises ValueError where the block pool cannot hold one sequence of max_model_len.
     """
@@ -42,6 +43,7 @@ class Engine:
         max_model_len: int,
         max_steps_in_flight: int = 1,
         rope_length_threshold: int | None = None,
+        sliding_windows: Iterable[int | None] = (None,),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         capacity = block_pool.num_blocks * block_pool.block_size
@@ -49,14 +51,14 @@ class Engine:
             raise ValueError(f"max_model_len = {max_model_len}: must be at most the {capacity} tokens of the KV cache")
         self.max_model_len = max_model_len
         self.vocab_size = model.vocab_size
-        self.stats = EngineStats(kv_blocks_total=block_pool.num_blocks)
+        self.stats = EngineStats(block_pool.num_blocks, Counter(sliding_windows))
         self._block_pool = block_pool
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._max_steps_in_flight = max_steps_in_flight
         self._rope_length_threshold = rope_length_threshold
         self._clock = clock
-        self._scheduler = Scheduler(scheduler_config, block_pool, max_steps_in_flight, clock)
+        self._scheduler = Scheduler(scheduler_config, block_pool, max_steps_in_flight, clock, max_model_len)
         self._runner = ModelRunner(
             model, cache, scheduler_config.max_num_seqs, max_model_len, block_pool.block_size, eos_token_ids
         )
@@ -71,6 +73,10 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
         """Queues a request; its Result comes from a later step(), an error where the request cannot run at all.
@@ -137,7 +143,9 @@ class Engine:
     def _submit(self, output: SchedulerOutput | None) -> None:
         if output is not None:
             self._steps.append((output, self._runner.submit(output)))
-            self.stats.add_step(len(output.slots), output.num_tokens, self._block_pool.num_used_blocks)
+            started = [self._completions[start.request.id].sequence for start in output.started]
+            restarts = [sequence.num_preemptions > 0 for sequence in started]
+            self.stats.add_step(output, restarts, self._scheduler.num_waiting, self._block_pool.num_used_blocks)
 
     def _commit(self) -> None:
         """Takes in the oldest step in flight."""
@@ -157,6 +165,7 @@ class Engine:
             del self._completions[sequence.request.id]
             self._results.append(error_result(sequence.request, ErrorCode.NUMERICAL, _NOT_FINITE))
         for request_id, start, values in step.prompt_scores:
+            self.stats.scored_tokens += len(values)
             if request_id in self._completions:  # it may have ended while the step was in flight
                 self._completions[request_id].add_prompt_scores(start, values)
         for sequence, token_id in outcome.sampled:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from batchinfer.config import LimitsConfig
+from batchinfer.config import LimitsConfig, SchedulerConfig
 from batchinfer.data.feeder import Feeder
 from batchinfer.engine.engine import Engine
 from batchinfer.process import StopSignals
@@ -63,11 +63,11 @@ class EndingRules:
 
 
 def run_loop(
-    engine: Engine, feeder: Feeder, sink: Sink, max_waiting: int, should_end: Callable[[], Ending | None]
+    engine: Engine, feeder: Feeder, sink: Sink, config: SchedulerConfig, should_end: Callable[[], Ending | None]
 ) -> Ending:
     """Runs until every row is answered or `should_end`, asked before each step, names another ending.
 
-    max_waiting: requests that wait in the engine at most. After a deadline the rows that have started are finished
+    After a deadline the rows that have started are finished
     and no other starts, unless a signal comes; after any other ending they are left.
     """
     while not feeder.is_exhausted or engine.has_unfinished:
@@ -76,15 +76,17 @@ def run_loop(
             _finish_running(engine, sink, should_end)
         if ending is not None:
             return ending
-        _feed(engine, feeder, sink, max_waiting)
+        _feed(engine, feeder, sink, config)
         sink.add(engine.step())
     return Ending.COMPLETE
 
 
-def _feed(engine: Engine, feeder: Feeder, sink: Sink, max_waiting: int) -> None:
-    """Tops up the waiting queue; waits for the reader only where the engine has nothing to do."""
-    while engine.num_waiting < max_waiting and not feeder.is_exhausted:
-        entries = feeder.take(wait=not engine.has_unfinished)
+def _feed(engine: Engine, feeder: Feeder, sink: Sink, config: SchedulerConfig) -> None:
+    """Tops up the waiting queue; waits for the reader only where the engine has nothing to do, and before a static
+    batch, which would otherwise start with the few rows that are ready."""
+    gathers = config.batching == "static" and engine.num_running == 0
+    while engine.num_waiting < config.max_num_seqs and not feeder.is_exhausted:
+        entries = feeder.take(wait=gathers or not engine.has_unfinished)
         if not entries:
             return
         for entry in entries:

@@ -1,25 +1,23 @@
 """Decides what each step computes. The one rule: every running sequence's num_computed_tokens catches up with its
 num_tokens under a token budget. Called by the engine as schedule() -> (the step runs) -> commit()."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.request import FinishReason
 from batchinfer.scheduler_output import SchedulerOutput, StartedSequence, StepResult
+from batchinfer.scheduling.admission import Admission, Greedy, Reservation
+from batchinfer.scheduling.batching import Batching, Continuous, Static
 from batchinfer.scheduling.faults import trace_faults
 from batchinfer.scheduling.running_table import IntArray, RunningTable, num_tokens_to_compute, token_slice
 from batchinfer.scheduling.steps import StepInFlight, StepOutcome
 from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence, SequenceStatus
-
-WATERMARK = 0.01  # share of the blocks that admission leaves free for the sequences that run already
 
 
 class Scheduler:
@@ -43,6 +41,7 @@ class Scheduler:
         block_pool: BlockPool,
         max_steps_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        max_model_len: int | None = None,
     ) -> None:
         if max_steps_in_flight < 1:
             raise ValueError(f"max_steps_in_flight = {max_steps_in_flight}: must be 1 or more")
@@ -50,16 +49,17 @@ class Scheduler:
         self._max_steps_in_flight = max_steps_in_flight
         self._pool = block_pool
         self._block_size = block_pool.block_size
-        self._watermark = math.ceil(WATERMARK * block_pool.num_blocks)
+        self._shares_blocks = block_pool.enable_prefix_caching and not config.reserves
         self._clock = clock
         self._table = RunningTable(config.max_num_seqs, block_pool.block_size)
         self._waiting = WaitingQueue()
+        self._admission = _admission(config, self._table, block_pool, max_model_len)
+        self._batching: Batching = Static(config.max_num_seqs) if config.batching == "static" else Continuous()
         self._steps: deque[StepInFlight] = deque()
         self._next_step_id = 0
         self._last_committed = -1
         self._retiring: list[int] = []  # slots that steps in flight still read
         self._released_slots: list[int] = []  # free since the last SchedulerOutput
-        self._refused: tuple[Sequence, int] | None = None  # the head that did not fit, and the free blocks it needs
 
     @property
     def num_waiting(self) -> int:
@@ -121,21 +121,30 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[StartedSequence, int]]:
         """Starts waiting sequences; returns them with the tokens they compute in this step."""
         admitted = []
-        while budget > 0 and self._table.has_free_slot and (sequence := self._waiting.head()) is not None:
+        while budget > 0 and self._table.has_free_slot and (sequence := self._next_to_start()) is not None:
             start = self._try_start(sequence, budget)
             if start is None:
+                self._batching.close()
                 break
             self._waiting.pop_head()
+            self._batching.started(sequence)
             count = sequence.num_computed_tokens - start.num_computed_tokens
             admitted.append((start, count))
             budget -= count
         return admitted
 
+    def _next_to_start(self) -> Sequence | None:
+        if not self._waiting:
+            self._batching.close()
+        sequence = self._waiting.head()
+        joins = sequence is not None and self._batching.may_join(sequence, self._table.num_running)
+        return sequence if joins else None
+
     def _try_start(self, sequence: Sequence, budget: int) -> StartedSequence | None:
         """Gives the sequence blocks and a slot, or None where the blocks do not suffice."""
         num_tokens = sequence.num_confirmed_tokens
         token_ids = token_slice(sequence, 0, num_tokens)
-        acquired = self._acquire_blocks(sequence, token_ids)
+        acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
         sequence.block_table, num_cached_blocks = acquired
@@ -150,24 +159,6 @@ class Scheduler:
         self._register_full_blocks(np.array([slot]))
         block_ids = tuple(sequence.block_table)
         return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens)
-
-    def _acquire_blocks(self, sequence: Sequence, token_ids: npt.NDArray[np.int32]) -> tuple[list[int], int] | None:
-        """Blocks for all tokens, and how many of them come filled from the prefix cache. None where admission would
-        eat into the watermark; a sequence that would run alone may, so that something always runs."""
-        num_free = self._pool.num_free_blocks
-        is_alone = self._table.num_running == 0
-        if self._refused and self._refused[0] is sequence and num_free < self._refused[1] and not is_alone:
-            return None
-        # At least the last token is computed, for its logits; where all positions' logits are wanted, all are.
-        reads_cache = not sequence.request.params.prompt_logprobs
-        cached = self._pool.match_prefix(token_ids[:-1], sequence.cache_domain) if reads_cache else []
-        num_new = self._pool.num_blocks_for(len(token_ids)) - len(cached)
-        wanted = num_new + (0 if is_alone else self._watermark)
-        if wanted > self._pool.num_free_blocks:
-            self._refused = (sequence, wanted + num_free - self._pool.num_free_blocks)
-            self._pool.free(cached)
-            return None
-        return cached + self._pool.allocate(num_new), len(cached)
 
     def _emit(
         self,
@@ -281,7 +272,7 @@ class Scheduler:
             self._released_slots.append(slot)
 
     def _register_full_blocks(self, slots: IntArray) -> None:
-        if not self._pool.enable_prefix_caching:
+        if not self._shares_blocks:
             return
         size = self._block_size
         for slot, first, stop in self._table.take_full_blocks(slots):
@@ -290,3 +281,11 @@ class Scheduler:
             tokens = token_slice(sequence, first * size, stop * size)
             parent = blocks[first - 1] if first else None
             self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)
+
+
+def _admission(config: SchedulerConfig, table: RunningTable, pool: BlockPool, max_model_len: int | None) -> Admission:
+    if not config.reserves:
+        return Greedy(table, pool)
+    if max_model_len is None:
+        raise ValueError("max_model_len = None: must be given where kv_allocation is contiguous")
+    return Reservation(pool, max_model_len)

@@ -1,0 +1,71 @@
+"""Whether the next waiting sequence may start, and with which KV blocks. Owned by the scheduler, one rule a job."""
+
+import math
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.cache.block_pool import BlockPool
+from batchinfer.scheduling.running_table import RunningTable
+from batchinfer.sequence import Sequence
+
+WATERMARK = 0.01  # share of the blocks that greedy admission leaves free for the sequences that run already
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class Admission(Protocol):
+    """A rule of admission."""
+
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+        """Blocks to start with, and how many of them come filled from the prefix cache; None where the sequence must
+        wait. token_ids: all that is known of it. A sequence that would run alone never waits, so that something always
+        runs."""
+
+
+class Greedy:
+    """Starts whatever has room for its known tokens. Each sequence takes further blocks as it grows, so that sequences
+    may have to be preempted; a few blocks are left free to make that rarer."""
+
+    def __init__(self, table: RunningTable, pool: BlockPool) -> None:
+        self._table = table
+        self._pool = pool
+        self._watermark = math.ceil(WATERMARK * pool.num_blocks)
+        self._refused: tuple[Sequence, int] | None = None  # the last that did not fit, and the free blocks it needs
+
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+        num_free = self._pool.num_free_blocks
+        is_alone = self._table.num_running == 0
+        if self._refused and self._refused[0] is sequence and num_free < self._refused[1] and not is_alone:
+            return None
+        cached = cached_blocks(self._pool, sequence, token_ids)
+        num_new = self._pool.num_blocks_for(len(token_ids)) - len(cached)
+        wanted = num_new + (0 if is_alone else self._watermark)
+        if wanted > self._pool.num_free_blocks:
+            self._refused = (sequence, wanted + num_free - self._pool.num_free_blocks)
+            self._pool.free(cached)
+            return None
+        return cached + self._pool.allocate(num_new), len(cached)
+
+
+class Reservation:
+    """Reserves each sequence's room for max_model_len tokens when it starts, as engines did before KV was paged, and
+    shares nothing. So no sequence ever lacks a block, and none is preempted. The blocks of a reservation are any free
+    ones: what it costs is the memory, which neighbouring addresses would not change."""
+
+    def __init__(self, pool: BlockPool, max_model_len: int) -> None:
+        self._pool = pool
+        self._num_blocks = pool.num_blocks_for(max_model_len)
+
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+        if self._num_blocks > self._pool.num_free_blocks:
+            return None
+        return self._pool.allocate(self._num_blocks), 0
+
+
+def cached_blocks(pool: BlockPool, sequence: Sequence, token_ids: TokenIds) -> list[int]:
+    """References the leading blocks that the prefix cache holds. At least the last token is computed, for its logits;
+    where all positions' logits are wanted, all are."""
+    reads_cache = not sequence.request.params.prompt_logprobs
+    return pool.match_prefix(token_ids[:-1], sequence.cache_domain) if reads_cache else []
