@@ -94,6 +94,8 @@ def build_engine(
     size = size_cache(config, decoder.spec, spec, decoder.weight_bytes, model.free_bytes, model.device)
     for line in describe(size, spec, config.scheduler.max_num_seqs):
         report(line)
+    if config.scheduler.reserves and config.cache.enable_prefix_caching:
+        report("--kv-allocation contiguous: nothing of the cache can be shared, so prefix caching is off")
     cache = PagedKVCache(spec, size.num_blocks, model.device)
     engine = Engine(
         decoder,
