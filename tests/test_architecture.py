@@ -14,7 +14,7 @@ PACKAGE = ROOT / "batchinfer"
 # From the top down; a module imports only what stands below it, or its own room.
 LEVELS = [
     {"cli"},
-    {"report"},
+    {"report", "comparison"},
     {"pipeline", "llm", "evaluation", "conversion"},
     {"summary"},
     {"executors"},

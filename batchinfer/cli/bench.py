@@ -5,6 +5,7 @@ from typing import Any, TextIO
 
 import click
 
+from batchinfer.cli.bench_compare import compare
 from batchinfer.cli.bench_kernels import kernels
 from batchinfer.cli.options import JobCommand, TitledCommand, effective_options, options_of_run
 from batchinfer.config import JobConfig
@@ -18,6 +19,7 @@ def bench() -> None:
     """Measure a job; its answers are not written."""
 
 
+bench.add_command(compare)
 bench.add_command(kernels)
 
 

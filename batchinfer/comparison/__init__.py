@@ -1,0 +1,1 @@
+"""Runs one job in several variants and shows how they differ."""
