@@ -4,18 +4,17 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.conversion.options import QuantizeOptions
+from batchinfer.data.texts import iter_texts
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.errors import RowError, UsageError
+from batchinfer.errors import UsageError
 
 SHORTEST = 16  # tokens; what is left of a text below that is dropped
 _BUILT_IN = Path(__file__).with_name("calibration.txt")
-_TABLES = (".parquet", ".jsonl", ".ndjson", ".gz", ".zst")
 _COLUMNS = ("text", "prompt", "messages")  # tried in this order
 _FEW_TOKENS = 2048  # below that the choice is poor
 
@@ -64,50 +63,8 @@ def _windows(ids: TokenIds, length: int) -> Iterator[TokenIds]:
 
 
 def _texts(options: QuantizeOptions, tokenizer: Tokenizer) -> Iterator[str]:
+    """Chat messages become text by the chat template."""
     if options.calibration is None:
-        yield _BUILT_IN.read_text(encoding="utf-8")
-    elif Path(options.calibration).suffix.lower() in _TABLES or Path(options.calibration).is_dir():
-        yield from _column_texts(options, tokenizer)
-    else:
-        from batchinfer.data.files import read_option_file
-
-        yield read_option_file("--calibration", options.calibration)
-
-
-def _column_texts(options: QuantizeOptions, tokenizer: Tokenizer) -> Iterator[str]:
-    """One column of Parquet or JSON Lines; messages become text by the chat template."""
-    from batchinfer.config import InputConfig
-    from batchinfer.data.columns import column_values, is_missing
-    from batchinfer.data.readers import iter_rows
-    from batchinfer.data.shards import discover
-
-    try:
-        shards = discover(InputConfig(input=(str(options.calibration),))).shards
-    except UsageError as error:
-        raise UsageError(str(error).replace("--input", "--calibration")) from error
-    for shard in shards:
-        column = _column(options, shard.uri, shard.schema.names)
-        for batch in iter_rows(shard, 0, None, [column]):
-            for value in column_values(batch.table, column) or []:
-                if value and not is_missing(value):
-                    yield _as_text(value, column, shard.uri, tokenizer)
-
-
-def _column(options: QuantizeOptions, uri: str, names: Sequence[str]) -> str:
-    wanted = (options.calibration_column,) if options.calibration_column else _COLUMNS
-    for name in wanted:
-        if name in names:
-            return name
-    raise UsageError(
-        f"{uri}: there is no column {' or '.join(wanted)}; name the text's with --calibration-column "
-        f"({', '.join(names)})"
-    )
-
-
-def _as_text(value: Any, column: str, uri: str, tokenizer: Tokenizer) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return tokenizer.apply_chat_template(value)
-    except (RowError, TypeError, ValueError) as error:
-        raise UsageError(f"{uri}: column {column} holds neither text nor chat messages") from error
+        return iter([_BUILT_IN.read_text(encoding="utf-8")])
+    chosen = options.calibration_column
+    return iter_texts("--calibration", options.calibration, chosen, _COLUMNS, tokenizer.apply_chat_template)

@@ -2,8 +2,7 @@
 model directory has beside its weights. Called by quantize_job."""
 
 import json
-import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.data.storage import Storage
+from batchinfer.models.safetensors_header import dtype_name, header, num_bytes
 from batchinfer.quantization.tensors import TensorSource
 
 SHARD_BYTES = 4 << 30
@@ -32,20 +32,6 @@ _BESIDE = (
     "README.md",
     "LICENSE",
 )
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +45,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        size = _ITEM_BYTES[self.dtype]
-        for length in self.shape:
-            size *= length
-        return size
+        return num_bytes(self.dtype, self.shape)
 
 
 def entries_of(file: Path) -> list[TensorEntry]:
@@ -84,7 +67,7 @@ def entries_of(file: Path) -> list[TensorEntry]:
 def entry_of(source: TensorSource, name: str) -> TensorEntry:
     """A tensor of the model as it is."""
     tensor = source.read(name)  # a mapping: its pages are read when it is written
-    return TensorEntry(name, _DTYPES[tensor.dtype], tuple(tensor.shape), lambda: source.read(name))
+    return TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), lambda: source.read(name))
 
 
 def write_weights(storage: Storage, entries: Sequence[TensorEntry], shard_bytes: int = SHARD_BYTES) -> None:
@@ -125,20 +108,8 @@ def _shards(entries: Sequence[TensorEntry], shard_bytes: int) -> list[list[Tenso
 
 
 def _write_file(storage: Storage, name: str, entries: Sequence[TensorEntry]) -> None:
-    """Source of the layout: safetensors' README."""
     with storage.create(name) as file:
-        header = json.dumps(dict(_header(entries)), separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)
-        file.write(struct.pack("<Q", len(header)) + header)
+        file.write(header((entry.name, entry.dtype, entry.shape) for entry in entries))
         for entry in entries:
             octets: Any = entry.read().contiguous().flatten().view(torch.uint8).numpy()
             file.write(octets)
-
-
-def _header(entries: Sequence[TensorEntry]) -> Iterator[tuple[str, Any]]:
-    yield "__metadata__", {"format": "pt"}
-    start = 0
-    for entry in entries:
-        stop = start + entry.num_bytes
-        yield entry.name, {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}
-        start = stop

@@ -1,6 +1,7 @@
 """One layer by any method: its new tensors by their names in the file, and the calibration's hidden states carried on.
 Called by quantize_job for each layer."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,6 +13,7 @@ from batchinfer.conversion.gptq_layer import gptq_layer
 from batchinfer.conversion.layer_run import LayerRun
 from batchinfer.conversion.layer_tensors import LayerTensors, Modules
 from batchinfer.conversion.options import QuantizeOptions
+from batchinfer.errors import BatchInferError
 from batchinfer.kernels.common.fp8 import STORAGE_MAX
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
 from batchinfer.models.families.common import WeightNames
@@ -50,7 +52,16 @@ class LayerMethod:
         self, index: int, layer: LayerTensors, hidden: Tensor | None, advance: Callable[[], None]
     ) -> dict[str, Tensor]:
         """The layer's tensors by their full names. hidden: bf16 [num_tokens, hidden_size], changed to the layer's
-        output. advance: called after each module."""
+        output. advance: called after each module. Raises BatchInferError naming the layer where its numbers are not
+        finite or cannot be solved for."""
+        try:
+            return self._quantized(index, layer, hidden, advance)
+        except BatchInferError as error:
+            raise BatchInferError(f"{layer.prefix.rstrip('.')}: {error}") from error
+
+    def _quantized(
+        self, index: int, layer: LayerTensors, hidden: Tensor | None, advance: Callable[[], None]
+    ) -> dict[str, Tensor]:
         tensors = {layer.prefix + name: tensor for name, tensor in layer.others.items()}
         run = LayerRun(self._spec, self._names, index, self._most_blocks) if hidden is not None else None
         before = hidden.clone() if hidden is not None and self._options.kv_cache_scales else None
@@ -112,7 +123,10 @@ class LayerMethod:
         largest = [0.0, 0.0]
         for batch in self._batches:
             self._attend(run, layer, hidden, batch)
-            largest = [max(a, b) for a, b in zip(largest, run.largest_stored(batch), strict=True)]
+            found = run.largest_stored(batch)
+            if not all(map(math.isfinite, found)):
+                raise BatchInferError("its keys or values are NaN or infinite on the calibration text")
+            largest = [max(a, b) for a, b in zip(largest, found, strict=True)]
         limit = STORAGE_MAX[torch.float8_e4m3fn]
         key_scale, value_scale = storable(torch.tensor(largest) / limit).tolist()
         attention = layer.prefix + self._modules.q.rpartition(".")[0] + "."

@@ -18,6 +18,7 @@ DEFAULT_FORMATS = {
 }
 _FORMAT_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
 _WORD_BITS = 32
+_OF_TEXT = ("calibration", "calibration_column", "calibration_samples", "calibration_length", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,10 @@ class QuantizeOptions:
         _require(
             not self.act_order or self.uses_gptq,
             f"--act-order: only --method gptq and awq-gptq know it, not {self.method}",
+        )
+        _require(
+            not (self.act_order and self.group_size == -1),
+            "--act-order --group-size -1: one group a row has no order; drop --act-order",
         )
         _require(
             not self.kv_cache_scales or self.written_format == "compressed-tensors",
@@ -133,11 +138,40 @@ class QuantizeOptions:
                     "choose --format compressed-tensors"
                 )
 
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """Fields that nothing depends on, and why."""
+        found = {}
+        if not self.uses_gptq:
+            found["damp"] = "only --method gptq and awq-gptq add it to moments"
+        if not self.uses_awq:
+            found["search_tokens"] = "only --method awq and awq-gptq try scales"
+        if self.method == "fp8":
+            found["group_size"] = "fp8 has a scale a channel"
+        if not self.needs_calibration:
+            reads_none = f"--method {self.method} reads no text, but for --kv-cache-scales"
+            found |= dict.fromkeys(_OF_TEXT, reads_none)
+        elif self.calibration is None:
+            found["calibration_column"] = "there is no --calibration file"
+        return found
+
     def record(self) -> dict[str, Any]:
         """What the output depends on beside model and texts."""
-        left_out = ("calibration", "calibration_column")  # the tokens count, not where they came from
+        # Of the texts the tokens count, not where they came from.
+        left_out = {"calibration", "calibration_column", *self.without_effect}
         resolved = {"bits": self.written_bits, "format": self.written_format, "symmetric": self.is_symmetric}
         return {name: value for name, value in {**asdict(self), **resolved}.items() if name not in left_out}
+
+
+def stated_options(**stated: Any) -> QuantizeOptions:
+    """The options of which a person stated some; None is not stated. Raises UsageError as QuantizeOptions does, and
+    where one has no effect beside the others: it would promise something about the output that does not hold."""
+    given = {name: value for name, value in stated.items() if value is not None}
+    options = QuantizeOptions(**given)
+    idle = options.without_effect
+    if found := next((name for name in given if name in idle), None):
+        raise UsageError(f"--{found.replace('_', '-')}: it has no effect here, as {idle[found]}; leave it out")
+    return options
 
 
 def _group_sizes(shapes: Mapping[str, tuple[int, int]]) -> str:

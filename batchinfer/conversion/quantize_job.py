@@ -28,7 +28,7 @@ from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import UsageError
 from batchinfer.models.checkpoint import SafetensorsCheckpoint
 from batchinfer.models.families.common import WeightNames
-from batchinfer.models.loader import load_spec, read_config
+from batchinfer.models.loader import load_spec, quantization_config, read_config
 from batchinfer.models.resolve import ModelFiles, resolve_model
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.process import peak_memory_bytes
@@ -77,10 +77,15 @@ def quantize_model(
 def _prepare(model: str | None, options: QuantizeOptions, report: Callable[[str], None]) -> _Job:
     files = resolve_model(model, report)
     report(files.description)
-    if "quantization_config" in read_config(files.path):
+    if quantization_config(files.path) is not None:
         raise UsageError(f"--model {files.path}: its weights are quantised already; name the 16-bit model")
     spec, names = load_spec(files.path), WeightNames()
     options.check_shapes(shapes(spec, Modules.of(names)))
+    if options.needs_calibration and options.calibration_length > spec.max_position_embeddings:
+        raise UsageError(
+            f"--calibration-length {options.calibration_length}: the model has positions for "
+            f"{spec.max_position_embeddings} tokens"
+        )
     text = read_calibration_text(options, Tokenizer.load(files.path)) if options.needs_calibration else None
     batches = make_batches([torch.from_numpy(ids).long() for ids in text.sequences], spec) if text else []
     _describe(options, spec, text, report)
@@ -146,7 +151,7 @@ def _scale_dtype(spec: DecoderSpec) -> torch.dtype:
 def _write(job: _Job, state: WorkState) -> None:
     write_weights(state.storage, _entries(job, state))
     copy_beside(state.storage, job.files.path)
-    config = {**read_config(job.files.path), "quantization_config": quantization_config(job.options)}
+    config = {**read_config(job.files.path), "quantization_config": written_config(job.options)}
     put_json(state.storage, "config.json", config)
 
 
@@ -161,7 +166,7 @@ def _entries(job: _Job, state: WorkState) -> list[TensorEntry]:
     ]
 
 
-def quantization_config(options: QuantizeOptions) -> dict[str, Any]:
+def written_config(options: QuantizeOptions) -> dict[str, Any]:
     """quantization_config of the finished config.json."""
     bits, group_size, symmetric = options.written_bits, options.group_size, options.is_symmetric
     if options.method == "fp8":

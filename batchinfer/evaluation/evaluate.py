@@ -13,7 +13,7 @@ from batchinfer.config import JobConfig, iter_options
 from batchinfer.data.texts import iter_texts
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import UsageError
-from batchinfer.evaluation.greedy import greedy_answers
+from batchinfer.evaluation.greedy import check_positions, greedy_answers
 from batchinfer.evaluation.scoring import Scores, Side, score_windows
 from batchinfer.evaluation.windows import TokenIds, WindowRules, cut
 from batchinfer.executors.local import LoadedModel, cache_spec, load_model, prepare_kernels
@@ -107,6 +107,9 @@ def evaluate(evaluation: Evaluation, report: Report) -> dict[str, Any]:
     against = _load("--against", evaluation.against, model, report) if evaluation.against else None
     texts = _tokenised(evaluation, [model, against] if against else [model])
     windows = _windows(evaluation, texts, [model, against] if against else [model])
+    if against is not None and evaluation.greedy_prompts:
+        for side in (model, against):
+            check_positions(side.model, evaluation.greedy_tokens)
     scores, seconds = _score(evaluation, windows, model, against, report)
     figures = {
         "texts": len(texts),

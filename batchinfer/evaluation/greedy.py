@@ -12,22 +12,24 @@ from batchinfer.request import Request, RequestId, SamplingParams
 PROMPT_TOKENS = 64  # at most: the beginning of a window
 
 
+def check_positions(model: LoadedModel, num_tokens: int) -> None:
+    """Raises UsageError where the model has no positions for greedy_answers of num_tokens."""
+    positions = model.decoder.spec.max_position_embeddings
+    if PROMPT_TOKENS + num_tokens > positions:
+        raise UsageError(
+            f"--greedy-tokens {num_tokens}: with prompts of {PROMPT_TOKENS} tokens the model has positions for "
+            f"{max(positions - PROMPT_TOKENS, 0)}"
+        )
+
+
 def greedy_answers(
     config: JobConfig, model: LoadedModel, windows: Sequence[TokenIds], num_tokens: int
 ) -> dict[RequestId, Sequence[int]]:
-    """num_tokens token ids, EOS ignored, after the first PROMPT_TOKENS of each window, by the window's number.
-
-    Raises UsageError where the model has no positions for them, BatchInferError where its numbers are not finite.
-    """
-    longest = PROMPT_TOKENS + num_tokens
-    if longest > model.decoder.spec.max_position_embeddings:
-        raise UsageError(
-            f"--greedy-tokens {num_tokens}: with prompts of {PROMPT_TOKENS} tokens the model has positions for "
-            f"{model.decoder.spec.max_position_embeddings - PROMPT_TOKENS}"
-        )
+    """num_tokens token ids, EOS ignored, after the first PROMPT_TOKENS of each window, by the window's number. For models
+    that pass check_positions. Raises BatchInferError where its numbers are not finite."""
     config = replace(
         config,
-        model=replace(config.model, max_model_len=longest),
+        model=replace(config.model, max_model_len=PROMPT_TOKENS + num_tokens),
         scheduler=replace(config.scheduler, max_num_seqs=len(windows)),
     )
     engine = build_engine(config, model, lambda line: None).engine

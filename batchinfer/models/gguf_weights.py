@@ -1,11 +1,9 @@
 """The tensors of a GGUF file to one safetensors file under Hugging Face names, a few rows at a time, dequantised or in
 their own blocks. Called by models/gguf_conversion.py."""
 
-import json
-import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.errors import BatchInferError
+from batchinfer.models.safetensors_header import dtype_name, header
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,6 @@ _LAYER_NAMES = {
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB as float32
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
 
 
 def tensor_shape(tensor: "ReaderTensor") -> tuple[int, ...]:
@@ -91,7 +89,7 @@ def write_weights(
         dtype = getattr(torch, config["dtype"])
         plans = [_Plan(name, tensor_shape(tensor), dtype) for name, tensor in places.items()]
     with open(path, "wb") as file:
-        _write_header(file, plans)
+        file.write(header((plan.name, dtype_name(plan.dtype), plan.shape) for plan in plans))
         for (name, tensor), plan in zip(places.items(), plans, strict=True):
             for rows in _row_chunks(tensor, _row_order(name, config)):
                 chunk = rows if plan.dtype == torch.uint8 else _dequantize(rows, tensor)
@@ -183,19 +181,6 @@ def _dequantize(rows: npt.NDArray[Any], tensor: "ReaderTensor") -> npt.NDArray[n
         return np.array(dequantize(rows, tensor.tensor_type), dtype=np.float32)
     except NotImplementedError as error:
         raise BatchInferError(f"tensor {tensor.name}: type {tensor.tensor_type.name} is not supported") from error
-
-
-def _write_header(file: BinaryIO, plans: Sequence[_Plan]) -> None:
-    """The head of a safetensors file: its length, then JSON that gives each tensor's place, in the order given."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for plan in plans:
-        start, end = end, end + math.prod(plan.shape) * plan.dtype.itemsize
-        kind = _SAFETENSORS_DTYPES[str(plan.dtype).removeprefix("torch.")]
-        header[plan.name] = {"dtype": kind, "shape": list(plan.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
-    file.write(len(text).to_bytes(8, "little") + text)
 
 
 def _write_tensor(file: BinaryIO, tensor: "torch.Tensor") -> None:

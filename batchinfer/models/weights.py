@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from batchinfer.errors import BatchInferError
+from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.kernels.quantized_linear.stored import concatenate
 from batchinfer.models.attention import Attention
 from batchinfer.models.decoder import Decoder, DecoderLayer
@@ -32,7 +32,8 @@ def build_decoder(
     """activation_dtype: one of config.ACTIVATION_DTYPES, what all products run in; the embedding and the norms keep
     `dtype`. scheme: how the source's linear layers are quantised; None: not at all. kv_scale_dtypes: dtypes of the KV
     cache that the source's KV scales fit, where it has some. Raises BatchInferError naming a parameter without a
-    tensor, a tensor of another shape, or a tensor that no parameter takes."""
+    tensor, a tensor of another shape, or a tensor that no parameter takes; UsageError where the device's kernels do not
+    take the quantised form."""
     builder = _Builder(spec, source, dtype, device, activation_dtype, names or WeightNames(), scheme)
     return builder.build(kv_scale_dtypes)
 
@@ -86,12 +87,12 @@ class _Builder:
         module = self._names.lm_head.removesuffix(".weight")
         stored = self._stored(module, self._spec.vocab_size, self._spec.hidden_size)
         if stored is not None:  # also where the embedding is tied: the file's own head is what was measured
-            return self._quantized_projection(stored, None)
+            return self._quantized_projection(module, stored, None)
         if not self._spec.tie_word_embeddings:
             return self._linear("", [module], [self._spec.vocab_size], self._spec.hidden_size, False)
         self._check_tied(embedding)
         if stored_embedding is not None:
-            return self._quantized_projection(stored_embedding, None)
+            return self._quantized_projection(self._names.embedding, stored_embedding, None)
         return self._projection(embedding, None, is_shared=True)
 
     def _check_tied(self, embedding: Tensor) -> None:
@@ -139,14 +140,14 @@ class _Builder:
             weight = self._stack([f"{module}.weight" for module in modules], num_rows, num_columns)
             return self._projection(weight, bias)
         if len(are_quantized) == len(modules) and (fused := _fuse(are_quantized)) is not None:
-            return self._quantized_projection(fused, bias)
+            return self._quantized_projection(modules[0], fused, bias)
         biases = [None] * len(modules) if bias is None else bias.split(list(num_rows))
         parts: list[Projection] = []
         for module, rows, own, own_bias in zip(modules, num_rows, stored, biases, strict=True):
             if own is None:
                 parts.append(self._projection(self._stack([f"{module}.weight"], [rows], num_columns), own_bias))
             else:
-                parts.append(self._quantized_projection(own, own_bias))
+                parts.append(self._quantized_projection(module, own, own_bias))
         return SideBySide(parts)
 
     def _stored(self, module: str, num_rows: int, num_columns: int) -> Stored | None:
@@ -164,9 +165,16 @@ class _Builder:
             if name in self._unused and not bool(self._source.read(name).any()):
                 self._unused.discard(name)
 
-    def _quantized_projection(self, weight: Stored, bias: Tensor | None) -> Projection:
+    def _quantized_projection(self, name: str, weight: Stored, bias: Tensor | None) -> Projection:
+        """name: of the first module in it, for messages."""
         if self._activation_dtype == "auto":
-            projection: Projection = PackedLinear(weight, bias)
+            try:
+                projection: Projection = PackedLinear(weight, bias)
+            except ValueError as error:
+                raise UsageError(
+                    f"{self._source.where}: {name}: {error}; run it with --device cpu, or quantise the 16-bit model in "
+                    "such groups"
+                ) from error
         else:
             projection = Int8Linear(weight.dequantize(), bias)
         self._weight_bytes += projection.nbytes - (0 if bias is None else bias.nbytes)

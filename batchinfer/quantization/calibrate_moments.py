@@ -4,11 +4,13 @@ magnitudes. Filled by conversion/, read by awq_search and gptq_solve."""
 import torch
 from torch import Tensor
 
+from batchinfer.errors import BatchInferError
+
 _TILE = 512  # columns; only tiles on and above the diagonal are computed
 
 
 class InputMoments:
-    """Sums over the inputs x that were added, float32.
+    """Sums over the inputs x that were added, float32. Reading them raises BatchInferError where they are not finite.
 
     num_inputs: K. group_size: None for the whole x^T x, else only its blocks on the diagonal.
     """
@@ -36,10 +38,20 @@ class InputMoments:
     @property
     def mean_magnitudes(self) -> Tensor:
         """mean |x|, float32 [K]"""
-        return self._magnitudes / max(self._num_tokens, 1)
+        return _finite(self._magnitudes / max(self._num_tokens, 1))
 
     @property
     def products(self) -> Tensor:
         """x^T x divided by the number of tokens: [K, K], or its blocks [K / group_size, group_size, group_size]."""
         products = self._products / max(self._num_tokens, 1)
+        _finite(products.diagonal(dim1=-2, dim2=-1))  # no other element is larger
         return products if self._group_size is not None else products.triu().add_(products.triu(1).T)
+
+
+def _finite(sums: Tensor) -> Tensor:
+    if not bool(sums.isfinite().all()):
+        raise BatchInferError(
+            "the inputs of its weights are NaN or infinite on the calibration text; evaluate the model to see whether "
+            "it works at all, or choose another --calibration"
+        )
+    return sums

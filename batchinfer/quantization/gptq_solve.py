@@ -60,7 +60,7 @@ def inverse_factor(moments: Tensor, damp: float) -> Tensor:
     damped = moments.to(torch.float64)
     mean = damped.diagonal().mean()
     if not torch.isfinite(mean):
-        raise BatchInferError("the calibration inputs of a layer are not finite; check the model, or try --dtype fp32")
+        raise BatchInferError("the moments of a layer's inputs are not finite")
     damped.diagonal().add_(damp * mean if mean > 0 else 1.0)
     lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if failed:

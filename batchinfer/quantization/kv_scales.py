@@ -18,9 +18,12 @@ from batchinfer.quantization.tensors import TensorSource
 # Of the keys' scale under a layer's self_attn; the values' has v in place of k.
 _PLACES = ("k_scale", "attn.k_scale", "k_proj.k_scale", "qkv_proj.k_scale", "k_cache.scale", "k_proj.output_scale")
 _SHARED = "kv_scale"  # older: one for both
-# Queries and probabilities are never stored in 8 bits here, and zero points of symmetric scales are zeros.
-_WITHOUT_BEARING = ("q_scale", "attn.q_scale", "q_proj.q_scale", "qkv_proj.q_scale", "prob_scale", "attn.prob_scale")
-_ZERO_POINTS = ("q_zero_point", "k_zero_point", "v_zero_point")
+# Queries and probabilities are never stored in 8 bits here.
+_WITHOUT_BEARING = (
+    *("q_scale", "attn.q_scale", "q_proj.q_scale", "qkv_proj.q_scale", "prob_scale", "attn.prob_scale"),
+    "q_zero_point",
+)
+_ZERO_POINTS = ("k_zero_point", "v_zero_point")
 # Dtypes of the cache (config.KV_CACHE_DTYPES) whose range the scales were found for.
 _CACHE_DTYPES = {"float": ("fp8", "fp8_e5m2"), "int": ("int8",)}
 
@@ -52,10 +55,12 @@ def take_kv_scales(
 ) -> KVScales | None:
     """The scales of the layer whose names begin with `prefix`, ticked off in `unused`; None where it has none.
 
-    Raises BatchInferError where there is but one of the two, or a scale that is no positive number.
+    Raises BatchInferError where there is but one of the two, a scale that is no positive number, or a zero point that
+    is not 0.
     """
     attention = f"{prefix}self_attn."
-    unused.difference_update(attention + name for name in (*_WITHOUT_BEARING, *_ZERO_POINTS))
+    unused.difference_update(attention + name for name in _WITHOUT_BEARING)
+    _drop_zero_points(source, [attention + name for name in _ZERO_POINTS], unused)
     key = _take(source, _names(attention, "k"), unused, num_kv_heads)
     value = _take(source, _names(attention, "v"), unused, num_kv_heads)
     shared = _take(source, [attention + _SHARED], unused, num_kv_heads)
@@ -72,6 +77,18 @@ def are_usable(layers: Sequence[KVScales | None], where: str) -> bool:
     if found and len(found) < len(layers):
         raise BatchInferError(f"{where}: layer {list(layers).index(None)} has no KV scales, but others have")
     return any(bool((part != 1).any()) for scales in found for part in (scales.key, scales.value))
+
+
+def _drop_zero_points(source: TensorSource, names: Sequence[str], unused: set[str]) -> None:
+    """Exporters write zeros where scales are symmetric; the caches here have no place for others."""
+    for name in names:
+        if name in unused:
+            unused.discard(name)
+            if bool((zero := source.read(name).to(torch.float32)).count_nonzero()):
+                raise BatchInferError(
+                    f"{source.where}: {name} is {zero.flatten().tolist()}, not 0: keys and values that are stored "
+                    "about a zero point are not read; calibrate the checkpoint with symmetric KV scales"
+                )
 
 
 def _names(attention: str, part: str) -> list[str]:

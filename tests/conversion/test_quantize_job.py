@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from batchinfer.conversion import quantize_job
 from batchinfer.conversion.calibration_text import read_calibration_text
 from batchinfer.conversion.memory import forecast
-from batchinfer.conversion.options import QuantizeOptions
+from batchinfer.conversion.options import QuantizeOptions, stated_options
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.errors import UsageError
+from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.quantization.rounding import Grid, nearest
 
 SIZES = {
@@ -34,14 +34,33 @@ SMALL = {"group_size": 32, "calibration_length": 64, "search_tokens": 128}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny random Llama in bf16 with tied embeddings and a byte-level tokenizer."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return save_with_tokenizer(LlamaForCausalLM(config), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def own_heads(tmp_path_factory):
+    """A tiny random Qwen2, with biases on queries, keys and values, and a value head for each query head."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1))
+    for layer in model.model.layers:
+        for name in "qkv":
+            torch.nn.init.normal_(layer.self_attn.get_submodule(f"{name}_proj").bias, std=0.5)
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("own_heads"))
+
+
+def save_with_tokenizer(model, path):
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model.to(torch.bfloat16).save_pretrained(path)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -120,24 +139,51 @@ def test_rtn_is_the_nearest_weight_of_every_layer(model, tmp_path):
 def test_awq_scales_leave_the_function_as_it_was(model, text_file, tmp_path):
     """With 8 bits little error is left (and this model doubles it each layer), so norms and weights, both changed, must
     agree: one side alone would leave nothing of the answer."""
-    from transformers import AutoModelForCausalLM
 
     path = tmp_path / "out"
-    run(model, path, text_file, method="awq", format="compressed-tensors", bits=8)
+    run(model, path, text_file, **AWQ_8)
     norms = {name: tensor for name, tensor in tensors(path).items() if "layernorm" in name}
     assert any(not torch.equal(tensor, tensors(model)[name]) for name, tensor in norms.items())
+    assert deviation(model, copy_with_weights(model, dequantized(path, model), tmp_path / "plain")) < 0.06
+
+
+AWQ_8 = {"method": "awq", "format": "compressed-tensors", "bits": 8}
+
+
+def deviation(model, other):
+    """Of the logits, as a share, by transformers."""
+    from transformers import AutoModelForCausalLM
+
     ids = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(1))
-    plain = copy_with_weights(model, dequantized(path, model), tmp_path / "plain")
-    wanted = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(ids).logits
-    found = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)(ids).logits
-    assert (found - wanted).norm() < 0.06 * wanted.norm()
+    with torch.no_grad():
+        wanted, found = (
+            AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32)(ids).logits for p in (model, other)
+        )
+    return (found - wanted).norm() / wanted.norm()
+
+
+def test_awq_scales_values_and_their_output_where_each_head_has_its_own(own_heads, text_file, tmp_path):
+    """Row c of the values comes out divided by what column c of the output projection is multiplied by, bias included;
+    where the rows are left out of it, the answer is another."""
+    path = tmp_path / "out"
+    run(own_heads, path, text_file, **AWQ_8)
+    before, after = tensors(own_heads), dequantized(path, own_heads)
+    attention = "model.layers.1.self_attn."
+    factors = (after[f"{attention}o_proj.weight"] / before[f"{attention}o_proj.weight"].float()).nanmedian(0).values
+    assert factors.max() > 1.5 * factors.min()
+    bias = before[f"{attention}v_proj.bias"].float() / factors
+    torch.testing.assert_close(after[f"{attention}v_proj.bias"].float(), bias, rtol=0.02, atol=1e-3)
+    whole = deviation(own_heads, copy_with_weights(own_heads, after, tmp_path / "plain"))
+    assert whole < 0.03
+    after |= {name: tensor for name, tensor in before.items() if "v_proj" in name}
+    assert deviation(own_heads, copy_with_weights(own_heads, after, tmp_path / "half")) > 3 * whole
 
 
 def dequantized(path, model):
     """The checkpoint of compressed-tensors with 8 bits as plain tensors, decoded here."""
     stored, plain = tensors(path), {}
     for name, tensor in tensors(model).items():
-        packed = stored.get(name.replace(".weight", ".weight_packed"))
+        packed = stored.get(f"{name}_packed")
         if packed is None:
             plain[name] = stored[name]
             continue
@@ -230,10 +276,26 @@ def test_other_options_do_not_carry_on(model, text_file, tmp_path):
 
 
 def test_kv_scales_are_the_largest_key_and_value(model, text_file, tmp_path):
+    run(model, tmp_path / "out", text_file, method="fp8", kv_cache_scales=True)
+    check_kv_scales(tmp_path / "out", model, text_file)
+    scheme = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert (scheme["num_bits"], scheme["type"], scheme["strategy"]) == (8, "float", "tensor")
+
+
+def test_kv_scales_are_of_the_values_as_awq_scaled_them(own_heads, text_file, tmp_path):
+    run(own_heads, tmp_path / "out", text_file, **AWQ_8, kv_cache_scales=True)
+    plain = copy_with_weights(own_heads, dequantized(tmp_path / "out", own_heads), tmp_path / "plain")
+    scales = check_kv_scales(tmp_path / "out", plain, text_file)
+    run(own_heads, tmp_path / "fp8", text_file, method="fp8", kv_cache_scales=True)
+    unscaled = tensors(tmp_path / "fp8")["model.layers.0.self_attn.v_scale"]
+    assert abs(scales[1] - unscaled) > 0.05 * unscaled  # the values have changed, and the scale with them
+
+
+def check_kv_scales(path, model, text_file):
+    """The first layer's scales, which must be those of `model` by transformers."""
     from transformers import AutoModelForCausalLM
 
-    run(model, tmp_path / "out", text_file, method="fp8", kv_cache_scales=True)
-    found = tensors(tmp_path / "out")
+    found = tensors(path)
     options = QuantizeOptions(**SMALL, calibration=text_file)
     sequences = read_calibration_text(options, Tokenizer.load(model)).sequences
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -245,8 +307,7 @@ def test_kv_scales_are_the_largest_key_and_value(model, text_file, tmp_path):
         largest = torch.maximum(largest, torch.stack([first.keys.abs().max(), first.values.abs().max()]))
     scales = [float(found[f"model.layers.0.self_attn.{name}_scale"]) for name in "kv"]
     assert scales == pytest.approx((largest / 448).tolist(), rel=0.02)  # bf16 there and in the scale
-    scheme = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
-    assert (scheme["num_bits"], scheme["type"], scheme["strategy"]) == (8, "float", "tensor")
+    return scales
 
 
 def test_shards_hold_the_same_tensors_as_one_file(model, tmp_path, monkeypatch):
@@ -278,6 +339,10 @@ REFUSED = [
     ({"method": "fp8", "bits": 4}, "fp8 has 8 bits"),
     ({"method": "awq", "kv_cache_scales": True}, "--kv-cache-scales: awq files"),
     ({"method": "gptq", "damp": 0.0}, "--damp 0"),
+    (
+        {"method": "gptq", "act_order": True, "group_size": -1},
+        "--act-order --group-size -1: one group a row has no order",
+    ),
     ({"method": "best"}, "--method best: choose one of awq, gptq, awq-gptq, rtn, fp8"),
 ]
 
@@ -286,6 +351,62 @@ REFUSED = [
 def test_combinations_that_cannot_be_written(options, message):
     with pytest.raises(UsageError, match=message):
         QuantizeOptions(**options)
+
+
+WITHOUT_EFFECT = [
+    ({"damp": 0.02}, "--damp: .*only --method gptq and awq-gptq"),
+    ({"method": "gptq", "search_tokens": 64}, "--search-tokens: .*only --method awq and awq-gptq"),
+    ({"method": "fp8", "group_size": 128}, "--group-size: .*fp8 has a scale a channel; leave it out"),
+    (
+        {"method": "rtn", "calibration": "a.txt"},
+        "--calibration: .*--method rtn reads no text, but for --kv-cache-scales",
+    ),
+    ({"method": "fp8", "seed": 0}, "--seed: .*--method fp8 reads no text"),
+    ({"method": "rtn", "calibration_length": 64}, "--calibration-length: "),
+    ({"calibration_column": "text"}, "--calibration-column: .*there is no --calibration file"),
+]
+
+
+@pytest.mark.parametrize(("stated", "message"), WITHOUT_EFFECT, ids=lambda value: str(value))
+def test_options_that_would_have_no_effect_are_refused_and_leave_no_record(stated, message):
+    with pytest.raises(UsageError, match=message):
+        stated_options(**stated, calibration_samples=None, format=None)
+    assert not set(QuantizeOptions(**stated).record()) & (set(stated) - {"method"})
+
+
+def test_stated_options_with_an_effect_are_taken():
+    stated = {"method": "fp8", "kv_cache_scales": True, "calibration": "a.txt", "seed": 3, "bits": 8}
+    assert stated_options(**stated, damp=None, group_size=None) == QuantizeOptions(**stated)
+    assert stated_options(method="awq-gptq", damp=0.1, search_tokens=9).record()["damp"] == 0.1
+
+
+def test_a_null_quantisation_config_is_none(model, tmp_path):
+    """Exporters write it, and it is no reason to refuse the model."""
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
+    run(tmp_path / "model", tmp_path / "out", None, method="rtn")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_windows_beyond_the_positions_are_refused(model, text_file, tmp_path):
+    with pytest.raises(UsageError, match="--calibration-length 129: the model has positions for 128 tokens"):
+        run(model, tmp_path / "out", text_file, calibration_length=129)
+    assert not (tmp_path / "out").exists()
+    run(model, tmp_path / "out", None, method="rtn", calibration_length=129)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "awq-gptq", "fp8"])
+def test_numbers_that_are_not_finite_end_it_by_the_layer(model, text_file, tmp_path, method):
+    """The first layer's output passes every range, so that the second's input is infinite, or NaN after its norm."""
+    weights = tensors(model)
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.full((64, 96), 3e38, dtype=torch.bfloat16)
+    broken = copy_with_weights(model, weights, tmp_path / "broken")
+    what = "its keys or values are" if method == "fp8" else "the inputs of its weights are"
+    with pytest.raises(BatchInferError, match=rf"^model\.layers\.1: {what} NaN or infinite on the calibration text"):
+        run(broken, tmp_path / "out", text_file, method=method, format="compressed-tensors", kv_cache_scales=True)
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_group_that_does_not_divide_names_those_that_do(model, text_file, tmp_path):
@@ -365,7 +486,7 @@ def test_messages_go_through_the_chat_template_and_missing_columns_are_named(mod
     text = read_calibration_text(options, Tokenizer.load(model_with_template))
     assert rendered == [[{"role": "user", "content": TEXT}]]
     assert text.num_tokens > 1000
-    with pytest.raises(UsageError, match=r"no column body; .*--calibration-column \(messages\)"):
+    with pytest.raises(UsageError, match=r"no column 'body'; it has messages: name one with --calibration-column"):
         read_calibration_text(QuantizeOptions(calibration=str(path), calibration_column="body"), Tokenizer.load(model))
     with pytest.raises(UsageError, match=r"--calibration .*no such file"):
         read_calibration_text(QuantizeOptions(calibration=str(tmp_path / "none.parquet")), Tokenizer.load(model))
@@ -382,7 +503,7 @@ def test_the_command(model, text_file, tmp_path, capsys):
 
     command = ["quantize", "--model", str(model), "--output", str(tmp_path / "out"), "--group-size", "32"]
     with pytest.raises(SystemExit) as left:
-        cli.main([*command, "--method", "gptq", "--calibration", text_file])
+        cli.main([*command, "--method", "gptq", "--calibration", text_file, "--calibration-length", "64"])
     assert left.value.code == 0
     shown = capsys.readouterr().err
     assert "memory at most" in shown

@@ -28,13 +28,17 @@ def test_each_format(tmp_path):
 @pytest.mark.parametrize(
     ("name", "column", "message"),
     [
-        ("a.parquet", None, r"--text .*a\.parquet: there is no column 'text' or 'prompt'; it has body, n"),
+        (
+            "a.parquet",
+            None,
+            r"--text .*a\.parquet: there is no column 'text' or 'prompt'; it has body, n: name one with --text-column",
+        ),
         ("a.parquet", "words", "there is no column 'words'; it has body, n"),
         ("a.parquet", "n", r"column 'n' holds int in row 0, not text"),
         ("a.txt", "n", r"a plain text file has no column 'n'"),
         ("missing.txt", None, r"--text .*missing\.txt: cannot be read"),
         ("latin.txt", None, r"--text .*latin\.txt: cannot be read"),
-        ("missing.parquet", None, "no such file"),
+        ("missing.parquet", None, r"--text .*missing\.parquet: no such file"),
         ("noname", None, r"the name must end in \.parquet"),
     ],
 )
@@ -45,3 +49,19 @@ def test_what_cannot_be_read_is_said(tmp_path, name, column, message):
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     with pytest.raises(UsageError, match=message):
         list(iter_texts("--text", str(tmp_path / name), column))
+
+
+def test_what_is_no_text_is_rendered_where_somebody_can(tmp_path):
+    chat = [{"role": "user", "content": "one"}]
+    rows = [{"messages": chat}, {"messages": "zwei"}, {"messages": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "a.jsonl")
+    columns = ("text", "messages")
+    found = iter_texts("--text", path, None, columns, lambda messages: f"<{messages[0]['content']}>")
+    assert list(found) == ["<one>", "zwei"]
+
+    def refuse(messages):
+        raise ValueError("such roles\nare not known")
+
+    with pytest.raises(UsageError, match=r"a.jsonl: column 'messages' holds no chat messages in row 0: such roles"):
+        list(iter_texts("--text", path, None, columns, refuse))

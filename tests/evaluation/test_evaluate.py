@@ -151,6 +151,14 @@ def test_refusals_are_one_line(models, texts, options, message, capsys):
     assert message in last
 
 
+def test_greedy_answers_without_positions_are_refused_before_anything_is_scored(models, texts, capsys):
+    """The model has 1,200 positions, and prompts are of 64 tokens."""
+    assert call("--model", models[0], "--text", texts, "--against", models[1], "--greedy-tokens", 1137) == 2
+    lines = capsys.readouterr().err
+    assert "--greedy-tokens 1137: with prompts of 64 tokens the model has positions for 1136" in lines
+    assert "scoring" not in lines
+
+
 def test_another_tokenizer_is_refused(models, texts, tmp_path, capsys):
     other = save_tiny_model(tmp_path / "c")
     file = other / "tokenizer.json"

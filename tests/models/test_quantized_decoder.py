@@ -165,6 +165,22 @@ def test_activations_past_float16_stay_finite(tmp_path):
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+def test_groups_that_a_gpu_does_not_take_are_refused_in_one_line(tmp_path, monkeypatch):
+    """Blocks of 48 inputs, packed as on a GPU, which takes runs of 32."""
+    from batchinfer.kernels.quantized_linear import gpu_weight
+
+    from batchinfer.models import linear
+
+    path = written(tmp_path, "fp8-blocks").path
+    monkeypatch.setattr(linear, "pack_weight", gpu_weight.pack_weight)
+    with pytest.raises(UsageError) as refused:
+        load_decoder(path)
+    assert str(refused.value) == (
+        f"{path}: model.layers.0.self_attn.q_proj: group_size = 48: on a GPU it must be a multiple of 32, or all "
+        "inputs; run it with --device cpu, or quantise the 16-bit model in such groups"
+    )
+
+
 @pytest.mark.parametrize("form", ["awq", "gptq", "compressed-tensors", "fp8", "modelopt"])
 def test_naming_the_method_is_a_check(tmp_path, form):
     path = written(tmp_path, form).path

@@ -47,9 +47,11 @@ def test_a_scale_for_each_head():
     assert torch.equal(scales.value, heads.flip(0))
 
 
-def test_scales_of_queries_and_zero_points_have_no_bearing():
+def test_scales_of_queries_and_zeros_as_zero_points_have_no_bearing():
     one = torch.ones(1)
-    assert take(self_attn__q_scale=one, self_attn__prob_scale=one, self_attn__k_zero_point=one) is None
+    zero = torch.zeros(1, dtype=torch.int8)
+    scales = {"self_attn__q_scale": one, "self_attn__prob_scale": one, "self_attn__q_zero_point": one}
+    assert take(**scales, self_attn__k_zero_point=zero, self_attn__v_zero_point=zero.expand(4).contiguous()) is None
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,11 @@ def test_scales_of_queries_and_zero_points_have_no_bearing():
         ({"self_attn__v_scale": torch.tensor(-1.0)}, r"self_attn\.v_scale is \[-1\.0\]"),
         ({"self_attn__v_scale": torch.tensor(float("nan"))}, r"self_attn\.v_scale is \[nan\]"),
         ({"self_attn__v_scale": torch.tensor(float("inf"))}, r"self_attn\.v_scale is \[inf\]"),
+        (
+            {"self_attn__v_zero_point": torch.tensor([3], dtype=torch.int8)},
+            r"v_zero_point is \[3\.0\], not 0: .*symmet",
+        ),
+        ({"self_attn__k_zero_point": torch.tensor([0.0, 1.0, 0.0, 0.0])}, r"self_attn\.k_zero_point is \[0\.0, 1\.0"),
         (
             {"self_attn__k_scale": torch.ones(1), "self_attn__k_proj__k_scale": torch.ones(1)},
             r"self_attn\.k_scale and .*k_proj\.k_scale are both there",
