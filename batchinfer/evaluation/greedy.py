@@ -25,8 +25,8 @@ def check_positions(model: LoadedModel, num_tokens: int) -> None:
 def greedy_answers(
     config: JobConfig, model: LoadedModel, windows: Sequence[TokenIds], num_tokens: int
 ) -> dict[RequestId, Sequence[int]]:
-    """num_tokens token ids, EOS ignored, after the first PROMPT_TOKENS of each window, by the window's number. For models
-    that pass check_positions. Raises BatchInferError where its numbers are not finite."""
+    """num_tokens token ids, EOS ignored, after the first PROMPT_TOKENS of each window, by the window's number. Of a
+    model that passes check_positions. Raises BatchInferError where its numbers are not finite."""
     config = replace(
         config,
         model=replace(config.model, max_model_len=PROMPT_TOKENS + num_tokens),
