@@ -34,6 +34,7 @@ class Sequence:
     num_in_flight_tokens: int = 0  # tokens that steps in flight will sample
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache when first admitted
     num_preemptions: int = 0
+    num_lost_tokens: int = 0  # of them the KV was given up at the last preemption
 
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None

@@ -7,6 +7,7 @@ import numpy.typing as npt
 from batchinfer.sequence import Sequence
 
 IntArray = npt.NDArray[np.int64]
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 def token_slice(sequence: Sequence, start: int, stop: int) -> npt.NDArray[np.int32]:
@@ -32,10 +33,18 @@ class RunningTable:
         self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
         self.computed = np.zeros(max_num_seqs, np.int64)  # tokens whose KV is written, steps in flight included
         self.limit = np.zeros(max_num_seqs, np.int64)  # tokens that ever need computing
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        self.max_tokens = np.zeros(max_num_seqs, np.int64)
+        self.length_class = np.zeros(max_num_seqs, np.int64)  # of lengths.OutputLengths
+        self.level = np.zeros(max_num_seqs)  # where among like answers this one's length is assumed to lie
         self.scores_only = np.zeros(max_num_seqs, np.bool_)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.num_own = np.zeros(max_num_seqs, np.int64)  # of them, those that no sequence held before it
         self.num_registered = np.zeros(max_num_seqs, np.int64)  # leading blocks known to the prefix index
         self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
+        self.num_computed = 0  # tokens of all steps so far
+        self.num_recomputed = 0  # of them, those that preempted sequences had computed before
+        self._num_placed = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._admitted: dict[int, None] = {}  # running slots in the order of admission
         self._order: IntArray | None = None  # the same as an array, until it changes
@@ -48,8 +57,16 @@ class RunningTable:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    def place(self, sequence: Sequence, num_cached_tokens: int, count: int, step_id: int) -> int:
-        """Gives a sequence that holds its blocks a slot; a step computes `count` tokens after the cached ones."""
+    @property
+    def next_level(self) -> float:
+        """`level` of the next sequence to be placed: multiples of the golden ratio are evenly spread, however many."""
+        return min(max((self._num_placed + 1) * _GOLDEN_RATIO % 1, 1e-3), 1 - 1e-3)
+
+    def place(
+        self, sequence: Sequence, num_cached_tokens: int, count: int, step_id: int, num_own: int, length_class: int
+    ) -> int:
+        """Gives a sequence that holds its blocks, num_own of which none held before, a slot; a step computes `count`
+        tokens after the cached ones."""
         slot = self._free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -58,10 +75,18 @@ class RunningTable:
         self.in_flight[slot] = 0
         self.computed[slot] = num_cached_tokens + count
         self.limit[slot] = num_tokens_to_compute(sequence)
+        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
+        self.max_tokens[slot] = sequence.request.max_tokens
+        self.length_class[slot] = length_class
+        self.level[slot] = self.next_level
         self.scores_only[slot] = sequence.request.max_tokens == 0
         self.num_blocks[slot] = len(sequence.block_table)
+        self.num_own[slot] = num_own
         self.num_registered[slot] = num_cached_tokens // self.block_size
         self.last_step[slot] = step_id
+        self.num_computed += count
+        self.num_recomputed += min(count, max(0, sequence.num_lost_tokens - num_cached_tokens))
+        self._num_placed += 1
         self._admitted[slot] = None
         self._order = None
         return slot
@@ -88,6 +113,10 @@ class RunningTable:
         sequence = self.sequences[next(reversed(self._admitted))]
         assert sequence is not None
         return sequence
+
+    def num_generated(self, slots: IntArray) -> IntArray:
+        """Tokens of the answers, those in flight included."""
+        return self.known[slots] + self.in_flight[slots] - self.num_prompt_tokens[slots]
 
     def sequences_in(self, slots: IntArray) -> list[Sequence]:
         return [sequence for slot in slots.tolist() if (sequence := self.sequences[slot]) is not None]
@@ -119,11 +148,13 @@ class RunningTable:
             appended.append((slot, ids))
             at += count
         self.num_blocks[slots] += missing
+        self.num_own[slots] += missing
         return appended
 
     def advance(self, slots: IntArray, counts: IntArray, step_id: int) -> None:
         """A step computes that many tokens more."""
         self.computed[slots] += counts
+        self.num_computed += int(counts.sum())
         self.last_step[slots] = step_id
 
     def take_completions(self, slots: IntArray) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

@@ -11,9 +11,10 @@ from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.request import FinishReason
 from batchinfer.scheduler_output import SchedulerOutput, StartedSequence, StepResult
-from batchinfer.scheduling.admission import Admission, Greedy, Reservation
 from batchinfer.scheduling.batching import Batching, Continuous, Static
 from batchinfer.scheduling.faults import trace_faults
+from batchinfer.scheduling.forecast import admission_rule
+from batchinfer.scheduling.lengths import OutputLengths
 from batchinfer.scheduling.running_table import IntArray, RunningTable, num_tokens_to_compute, token_slice
 from batchinfer.scheduling.steps import StepInFlight, StepOutcome
 from batchinfer.scheduling.waiting_queue import WaitingQueue
@@ -22,9 +23,9 @@ from batchinfer.sequence import Sequence, SequenceStatus
 
 class Scheduler:
     """Running sequences first, those with one token to compute ahead of longer chunks; then waiting ones, first come
-    first served, a prompt in chunks as the budget allows. A sequence is admitted with the blocks of all its known
-    tokens; later ones are taken one by one, and where none is left the sequence admitted last is preempted: it keeps
-    its tokens, loses its KV and waits at the head of the queue.
+    first served, a prompt in chunks as the budget allows. A sequence is admitted, by the rule that the configuration
+    names, with the blocks of all its known tokens; later ones are taken one by one, and where none is left a sequence
+    of the rule's choice is preempted: it keeps its tokens, loses its KV and waits at the head of the queue.
 
     Up to `max_steps_in_flight` steps may be scheduled before the first is committed; commits come in the order of
     schedule. What steps in flight still read, blocks and slots, is given back when they are committed. A preempted
@@ -53,7 +54,8 @@ class Scheduler:
         self._clock = clock
         self._table = RunningTable(config.max_num_seqs, block_pool.block_size)
         self._waiting = WaitingQueue()
-        self._admission = _admission(config, self._table, block_pool, max_model_len)
+        self.lengths = OutputLengths()
+        self._admission = admission_rule(config, self._table, block_pool, self.lengths, max_model_len)
         self._batching: Batching = Static(config.max_num_seqs) if config.batching == "static" else Continuous()
         self._steps: deque[StepInFlight] = deque()
         self._next_step_id = 0
@@ -111,7 +113,7 @@ class Scheduler:
             if self._retiring:  # their blocks come back at the next commits; until then, run what fits
                 fits = (missing == 0) | (np.cumsum(missing) <= num_free)
                 return slots[fits], counts[fits]
-            self._preempt(self._table.last_admitted())
+            self._preempt(self._admission.victim())
 
     def _append_blocks(self, slots: IntArray, counts: IntArray) -> list[tuple[int, tuple[int, ...]]]:
         missing = self._table.blocks_missing(slots, counts)
@@ -121,6 +123,7 @@ class Scheduler:
     def _admit(self, budget: int) -> list[tuple[StartedSequence, int]]:
         """Starts waiting sequences; returns them with the tokens they compute in this step."""
         admitted = []
+        self._admission.begin_step()
         while budget > 0 and self._table.has_free_slot and (sequence := self._next_to_start()) is not None:
             start = self._try_start(sequence, budget)
             if start is None:
@@ -144,6 +147,7 @@ class Scheduler:
         """Gives the sequence blocks and a slot, or None where the blocks do not suffice."""
         num_tokens = sequence.num_confirmed_tokens
         token_ids = token_slice(sequence, 0, num_tokens)
+        num_used = self._pool.num_used_blocks
         acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
@@ -155,7 +159,9 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached_tokens
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed_tokens = num_cached_tokens + count
-        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id)
+        num_own = self._pool.num_used_blocks - num_used
+        length_class = self.lengths.class_of(sequence.request)
+        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, num_own, length_class)
         self._register_full_blocks(np.array([slot]))
         block_ids = tuple(sequence.block_table)
         return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens)
@@ -229,7 +235,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a waiting or running sequence with its answer. Raises ValueError where it has ended already."""
+        num_tokens = len(sequence.output_token_ids)
+        is_cut = num_tokens >= sequence.request.max_tokens
         self._end(sequence)
+        self.lengths.add(self.lengths.class_of(sequence.request), num_tokens, is_cut)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
@@ -248,6 +257,7 @@ class Scheduler:
         sequence.num_in_flight_tokens = 0
 
     def _preempt(self, sequence: Sequence) -> None:
+        sequence.num_lost_tokens = int(self._table.computed[sequence.slot])
         self._vacate(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_computed_tokens = 0
@@ -281,11 +291,3 @@ class Scheduler:
             tokens = token_slice(sequence, first * size, stop * size)
             parent = blocks[first - 1] if first else None
             self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)
-
-
-def _admission(config: SchedulerConfig, table: RunningTable, pool: BlockPool, max_model_len: int | None) -> Admission:
-    if not config.reserves:
-        return Greedy(table, pool)
-    if max_model_len is None:
-        raise ValueError("max_model_len = None: must be given where kv_allocation is contiguous")
-    return Reservation(pool, max_model_len)

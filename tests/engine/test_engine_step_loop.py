@@ -21,6 +21,7 @@ from batchinfer.errors import BatchInferError, ErrorCode
 from batchinfer.request import Request
 
 SMALL_CACHE = {"num_blocks": 24, "max_model_len": 84, "max_num_seqs": 6}
+PREEMPTING = {**SMALL_CACHE, "admission": "greedy"}  # a forecast would leave no reason to preempt
 SETTINGS = {
     "ample": {},
     "alone": {"max_num_seqs": 1},
@@ -28,13 +29,9 @@ SETTINGS = {
     "odd-chunks": {"max_num_batched_tokens": 17, "block_size": 5},
     "big-blocks": {"block_size": 32, "num_blocks": 50},
     "no-prefix-cache": {"enable_prefix_caching": False},
-    "preempting": {"num_blocks": 24, "max_model_len": 84, "max_num_seqs": 6},
-    "preempting-no-prefix-cache": {
-        "num_blocks": 24,
-        "max_model_len": 84,
-        "max_num_seqs": 6,
-        "enable_prefix_caching": False,
-    },
+    "waiting-for-blocks": SMALL_CACHE,
+    "preempting": PREEMPTING,
+    "preempting-no-prefix-cache": {**PREEMPTING, "enable_prefix_caching": False},
     "two-steps-in-flight": {"max_steps_in_flight": 2, "max_num_seqs": 4},
 }
 
@@ -113,7 +110,7 @@ def test_samples_of_one_row_differ(undisturbed):
 def test_two_sequences_of_cache_serve_eight_long_rows():
     rows = [make_request(i, [i, 3], 100, temperature=0.0 if i % 2 else 1.0) for i in range(8)]
     ample = run(make_engine(max_num_seqs=8, num_blocks=400)[0], rows)
-    engine, _ = make_engine(max_num_seqs=8, num_blocks=52)  # 26 blocks a sequence of 102 tokens
+    engine, _ = make_engine(max_num_seqs=8, num_blocks=52, admission="greedy")  # 26 blocks a sequence of 102 tokens
     tight = run(engine, rows)
     assert sum(r.num_preemptions for r in tight.values()) > 8
     assert {k: r.token_ids for k, r in tight.items()} == {k: r.token_ids for k, r in ample.items()}
@@ -239,7 +236,7 @@ def test_prompt_scores_and_log_probabilities_equal_the_log_softmax():
 
 def test_prompts_are_scored_once_when_preempted_midway():
     rows = [make_request(i, p, 40, prompt_logprobs=True) for i, p in enumerate(prompts()) if len(p) > 6]
-    engine, _ = make_engine(num_blocks=24, max_model_len=84, max_num_batched_tokens=9)
+    engine, _ = make_engine(num_blocks=24, max_model_len=84, max_num_batched_tokens=9, admission="greedy")
     results = run(engine, rows)
     assert sum(r.num_preemptions for r in results.values()) > 0
     for row in rows:

@@ -28,9 +28,10 @@ def make_scheduler(
     max_num_seqs: int = 8,
     in_flight: int = 1,
     caching: bool = True,
+    admission: str = "greedy",
 ) -> tuple[Scheduler, BlockPool]:
     pool = BlockPool(num_blocks, block_size, caching)
-    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, admission=admission)
     return Scheduler(config, pool, in_flight, clock=lambda: 5.0), pool
 
 
@@ -71,7 +72,8 @@ def commit(scheduler: Scheduler, output: SchedulerOutput, token: int = 1) -> lis
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_every_sequence_gets_exactly_its_tokens(seed: int, caching: bool, in_flight: int) -> None:
+@pytest.mark.parametrize("admission", ["greedy", "forecast"])
+def test_every_sequence_gets_exactly_its_tokens(seed: int, caching: bool, in_flight: int, admission: str) -> None:
     rng = random.Random(1000 + seed)
     block_size = rng.choice([1, 2, 3, 4, 8])
     longest = 48
@@ -84,6 +86,7 @@ def test_every_sequence_gets_exactly_its_tokens(seed: int, caching: bool, in_fli
         max_num_seqs=rng.choice([1, 2, 5, 16]),
         in_flight=in_flight,
         caching=caching,
+        admission=admission,
     )
     sequences = random_sequences(rng, 24, longest)
     run.finish_all(sequences)
@@ -432,10 +435,11 @@ def test_a_broken_block_that_has_just_become_known_is_not_shared() -> None:
     assert not scheduler.has_unfinished
 
 
-def test_step_time_with_1024_running_and_100_000_waiting() -> None:
+@pytest.mark.parametrize("admission", ["greedy", "forecast"])
+def test_step_time_with_1024_running_and_100_000_waiting(admission: str) -> None:
     """Processor time of schedule and commit together: 1 ms is the aim, twice that is allowed to a slower or shared
     processor. The least of many steps, because other work may disturb one."""
-    scheduler, _ = make_scheduler(40_000, block_size=16, budget=2048, max_num_seqs=1024)
+    scheduler, _ = make_scheduler(40_000, block_size=16, budget=2048, max_num_seqs=1024, admission=admission)
     request = make_request(0, [1, 2], 500, ignore_eos=True)
     for _ in range(101_024):
         scheduler.add(Sequence(request, arrival_time=0.0))

@@ -1,0 +1,112 @@
+"""How long answers become: at first up to what is allowed, then as those of like requests that have run. Fed by the
+scheduler; read by the order of a job and by admission."""
+
+import numpy as np
+import numpy.typing as npt
+
+from batchinfer.request import Request
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+_EXACT = 0  # the class of requests that nothing but max_tokens ends
+_MAX_CLASSES = 64
+_PRIOR_MEAN_TOKENS = 1024.0  # where nothing is known and more is allowed
+_PRIOR_SEQUENCES = 4.0  # how many finished requests the prior counts for, and all requests for those of one class
+_SMALLEST_CHANGE = 8  # endings after which the figures are worked out anew, at least
+_NEVER = 1e3  # a cumulative hazard that no draw reaches
+# Rising lengths (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, ...) between which the rate of ending is taken as constant.
+_EDGES = np.unique(np.ceil(2.0 ** (np.arange(0, 22 * 4) / 4))).astype(np.float64)
+_EDGES = np.concatenate([[0.0], _EDGES])
+_WIDTHS = np.diff(_EDGES)
+
+
+class OutputLengths:
+    """Survival curves of answers, one for each class of requests: those of about equally long prompts and limits.
+
+    A curve's rate of ending between two lengths is the number of answers that ended there, divided by the tokens that
+    all answers, running ones included, have generated there: so long answers that still run count, and the early
+    endings at a job's start mislead nobody. Answers that max_tokens cut off count as ones that went on. Classes with
+    few endings lean on all, and all on a prior.
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[tuple[int, int], int] = {}
+        self._endings = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))
+        self._exposure = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))  # tokens generated, of finished answers
+        self._num_ended = 0
+        self._num_ended_at_update = 0
+        self.update(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    @property
+    def num_ended(self) -> int:
+        return self._num_ended
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether enough answers have ended to work out the curves anew."""
+        change = max(_SMALLEST_CHANGE, self._num_ended_at_update // 16)
+        return self._num_ended - self._num_ended_at_update >= change
+
+    def class_of(self, request: Request) -> int:
+        params = request.params
+        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+            return _EXACT
+        key = request.num_prompt_tokens.bit_length(), request.max_tokens.bit_length()
+        return self._classes.setdefault(key, min(len(self._classes) + 1, _MAX_CLASSES))
+
+    def add(self, length_class: int, num_tokens: int, is_cut: bool) -> None:
+        """An answer has ended after num_tokens, where max_tokens cut it (is_cut) or before."""
+        if length_class == _EXACT:
+            return
+        self._num_ended += 1
+        self._exposure[length_class] += np.clip(num_tokens - _EDGES[:-1], 0, _WIDTHS)
+        if not is_cut:
+            self._endings[length_class, _bins(np.array([num_tokens - 1]))[0]] += 1
+
+    def update(self, classes: IntArray, num_tokens: IntArray) -> None:
+        """Works out the curves. classes, num_tokens: of the answers that run, so far."""
+        exposure = self._exposure.copy()
+        np.add.at(exposure, classes, np.clip(num_tokens[:, None] - _EDGES[:-1], 0, _WIDTHS))
+        weight = _PRIOR_SEQUENCES * _WIDTHS
+        common = (self._endings.sum(0) + weight / _PRIOR_MEAN_TOKENS) / (exposure[1:].sum(0) + weight)
+        rates = (self._endings + weight * common) / (exposure + weight)
+        rates[_EXACT] = 0
+        self._hazard = np.zeros((len(rates), len(_EDGES)))  # cumulative, at the edges; its exponential is survival
+        np.cumsum(rates * _WIDTHS, axis=1, out=self._hazard[:, 1:])
+        np.minimum(self._hazard, _NEVER / 2, out=self._hazard)
+        survival = np.exp(-self._hazard)
+        self._mean = np.zeros_like(self._hazard)  # tokens generated up to each edge, on average
+        np.cumsum((survival[:, 1:] + survival[:, :-1]) / 2 * _WIDTHS, axis=1, out=self._mean[:, 1:])
+        self._rising = (self._hazard + _NEVER * np.arange(len(rates))[:, None]).ravel()  # all curves in one
+        self._num_ended_at_update = self._num_ended
+
+    def expected(self, classes: IntArray, max_tokens: IntArray) -> FloatArray:
+        """Mean length of answers that have not begun."""
+        return self._at(self._mean, classes, max_tokens.astype(np.float64))
+
+    def remaining(self, classes: IntArray, num_tokens: IntArray, max_tokens: IntArray, levels: FloatArray) -> IntArray:
+        """The tokens that each answer will still generate after num_tokens: the length that a share `levels` of the
+        answers which came so far exceeds, at least one more where it may have one. levels: above 0, below 1; even
+        levels over several answers give a set as it will typically be, long and short ones."""
+        target = self._at(self._hazard, classes, num_tokens.astype(np.float64)) - np.log(levels)
+        width = len(_EDGES)
+        found = np.searchsorted(self._rising, target + _NEVER * classes) - width * classes
+        upper = np.clip(found, 1, width - 1)
+        low, high = self._hazard[classes, upper - 1], self._hazard[classes, upper]
+        share = (target - low) / np.maximum(high - low, 1e-12)
+        length = np.where(found < width, _EDGES[upper - 1] + share * _WIDTHS[upper - 1], np.inf)
+        length = np.minimum(np.maximum(np.ceil(length), num_tokens + 1), max_tokens)
+        return np.maximum(length - num_tokens, 0).astype(np.int64)
+
+    def _at(self, curves: FloatArray, classes: IntArray, lengths: FloatArray) -> FloatArray:
+        """The curves of the classes between their edges."""
+        bins = _bins(lengths)
+        share = (lengths - _EDGES[bins]) / _WIDTHS[bins]
+        low: FloatArray = curves[classes, bins]
+        return low + share * (curves[classes, bins + 1] - low)
+
+
+def _bins(lengths: npt.NDArray[np.generic]) -> IntArray:
+    """The bin in which the token after each length falls."""
+    return np.minimum(np.searchsorted(_EDGES, lengths, side="right") - 1, len(_WIDTHS) - 1)
