@@ -87,9 +87,11 @@ class RunFigures:
 
 
 def summarise(requests: RequestStatistics, engine: Mapping[str, Any], run: RunFigures) -> dict[str, Any]:
-    """The content of _stats.json and of `bench throughput --json`; JSON types only. `engine` is EngineStats.to_dict().
+    """The content of _stats.json and of `bench throughput --json`; JSON types only. `engine` is LocalEngine.figures().
 
     Throughput counts the tokens of rows without error over `busy_seconds`; cached prompt tokens count in the total.
+    `timeline` is Timeline.to_json(). `work` is what the steps read and computed at least, each count with what one of
+    it takes; the counts are those of StepCounts.
     """
     total_tokens = requests.prompt_tokens + requests.completion_tokens
     return {
@@ -104,12 +106,20 @@ def summarise(requests: RequestStatistics, engine: Mapping[str, Any], run: RunFi
         "steps": engine["steps"],
         "batch_size": {"mean": engine["mean_batch_size"], "peak": engine["peak_batch_size"]},
         "kv_blocks": {name: engine[f"kv_blocks_{name}"] for name in ("total", "peak", "mean")},
+        "work": _work(engine),
         "kv_cache_bytes": run.kv_cache_bytes,
         "peak_memory_bytes": run.peak_memory_bytes,
         "device": run.device,
+        "machine": engine["machine"],
         "versions": dict(run.versions),
         "options": dict(run.options),
+        "timeline": engine["timeline"],
     }
+
+
+def _work(engine: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {name: engine[name] for name in ("steps", "scheduled_tokens", "context_tokens", "query_key_pairs")}
+    return {**counts, "logits_tokens": engine["sampled_tokens"] + engine["scored_tokens"], **engine["step_work"]}
 
 
 def with_earlier_runs(stats: Mapping[str, Any], before: "Tally") -> dict[str, Any]:

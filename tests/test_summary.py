@@ -10,6 +10,7 @@ from batchinfer.data.result_schema import Tally
 from batchinfer.engine.stats import EngineStats
 from batchinfer.errors import ErrorCode
 from batchinfer.request import RequestId, RequestTimes, Result
+from batchinfer.scheduler_output import SchedulerOutput
 from batchinfer.summary import RequestStatistics, RunFigures, summarise, summary_table, with_earlier_runs
 
 
@@ -55,13 +56,30 @@ def requests() -> RequestStatistics:
     return statistics
 
 
+STEP_WORK = {
+    "weight_bytes": 270_000_000,
+    "kv_bytes_per_token": 23_040,
+    "linear_flops_per_token": 212_336_640,
+    "logits_flops_per_token": 56_623_104,
+    "attention_flops_per_pair": 69_120,
+    "dtype": "bf16",
+}
+
+
+def make_step(batch_size: int) -> SchedulerOutput:
+    """Each sequence computes 5 tokens after 7, and samples one."""
+    counts = np.full(batch_size, 5, np.int32)
+    samples = np.ones(batch_size, np.bool_)
+    return SchedulerOutput(0, (), (), (), np.arange(batch_size, dtype=np.int32), counts, counts + 2, samples)
+
+
 def engine_figures(gaps=(8.0, 9.0, 40.0)) -> dict:
     """Twelve steps: eleven of two sequences and one of three, that ended with 20 blocks in use, but for one with 50."""
-    stats = EngineStats(kv_blocks_total=200, schedule_s=0.5, forward_s=1.25)
+    stats = EngineStats(kv_blocks_total=200, schedule_s=0.5, forward_s=1.25, start_time=0.0, sampled_tokens=25)
     for step in range(12):
-        stats.add_step(3 if step == 4 else 2, 10, 50 if step == 7 else 20)
+        stats.add_step(make_step(3 if step == 4 else 2), (), 4, 50 if step == 7 else 20)
     stats.add_token_gaps(np.array(gaps, np.float64))
-    return stats.to_dict()
+    return {**stats.to_dict(), "machine": "a processor", "step_work": STEP_WORK}
 
 
 def run_figures(**changes) -> RunFigures:
@@ -146,6 +164,16 @@ def test_engine_and_run_figures_are_carried(requests):
     assert stats["wall_seconds"] == {"startup": 3.2, "rows": 125.0}
     assert stats["versions"] == {"torch": "2.13.0"}
     assert stats["options"]["seed"]["source"] == "default"
+
+
+def test_work_and_timeline_are_carried(requests):
+    """25 sequences of 12 tokens; the tokens at places 7 to 11 attend to 8 to 12 tokens."""
+    stats = summarise(requests, engine_figures(), run_figures())
+    counts = {"steps": 12, "scheduled_tokens": 125, "context_tokens": 300, "query_key_pairs": 25 * 50}
+    assert stats["work"] == {**counts, "logits_tokens": 25, **STEP_WORK}
+    assert stats["machine"] == "a processor"
+    assert stats["timeline"]["running_mean"] == [2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2]
+    assert stats["engine_seconds"].keys() == {"schedule", "forward", "sample", "postprocess"}
 
 
 def test_stats_are_json(requests):

@@ -63,6 +63,12 @@ class Decoder:
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 
+    @property
+    def step_weight_bytes(self) -> int:
+        """Of the weights that every step reads: all but the embedding, where the head is not the same tensor."""
+        is_shared = isinstance(self._lm_head, Linear) and self._lm_head.weight is self._embedding
+        return self.weight_bytes - (0 if is_shared else self._embedding.nbytes)
+
     def kv_cache_spec(self, block_size: int, kv_dtype: str = "auto", wide_layers: Sequence[int] = ()) -> KVCacheSpec:
         """The cache that this model needs. kv_dtype: one of config.KV_CACHE_DTYPES; auto is the model's dtype, and the
         8-bit ones carry a scale a token and head, unless the checkpoint brings scales that fit. wide_layers: layers,

@@ -22,9 +22,18 @@ from batchinfer.engine.engine import Engine
 from batchinfer.engine.input_builder import ForwardBatch
 from batchinfer.executors.local import LocalEngine
 from batchinfer.models.resolve import ModelFiles
+from batchinfer.models.step_work import StepWork
 
 TOKENS = 2  # of each completion
 ANSWER = "ok"
+NO_WORK = StepWork(
+    weight_bytes=0,
+    kv_bytes_per_token=0,
+    linear_flops_per_token=0,
+    logits_flops_per_token=0,
+    attention_flops_per_pair=0,
+    dtype="fp32",
+)
 
 
 class NoModel:
@@ -53,7 +62,7 @@ def load_no_model(config: JobConfig, files: ModelFiles, report: Callable[[str], 
 def build_no_engine(config: JobConfig, tokenizer: Tokenizer, *_: object) -> LocalEngine:
     pool = BlockPool(4096, config.cache.block_size)
     engine = Engine(NoModel(), None, pool, tokenizer, config.scheduler, frozenset(), 64)
-    return LocalEngine(engine, tokenizer, "cpu", 0)
+    return LocalEngine(engine, tokenizer, "cpu", 0, NO_WORK)
 
 
 def write_input(path: Path, num_rows: int) -> None:
