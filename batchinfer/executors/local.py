@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.cache_config import CacheConfig
@@ -13,9 +13,8 @@ from batchinfer.config import JobConfig
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
+from batchinfer.executors.host_memory import keep_freed_memory
 from batchinfer.models.resolve import ModelFiles
-from batchinfer.models.step_work import StepWork, step_work
-from batchinfer.roofline import machine_name
 
 if TYPE_CHECKING:
     from batchinfer.models.decoder import Decoder
@@ -42,12 +41,6 @@ class LocalEngine:
     tokenizer: Tokenizer
     device: str  # "cpu" or "cuda"
     kv_cache_bytes: int
-    work: StepWork
-
-    def figures(self) -> dict[str, Any]:
-        """EngineStats.to_dict() with what its counts stand for, and on which machine."""
-        machine = machine_name(self.device)
-        return {**self.engine.stats.to_dict(), "machine": machine, "step_work": self.work.to_json()}
 
 
 def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LocalEngine:
@@ -73,6 +66,8 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
     decoder = load_decoder(
         files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report
     )
+    if device == "cpu":
+        keep_freed_memory()
     ends = eos_token_ids(files.path)
     if tokenizer.eos_token_id is not None:
         ends |= {tokenizer.eos_token_id}
@@ -114,9 +109,8 @@ def build_engine(
         model.eos_token_ids,
         size.max_model_len,
         rope_length_threshold=decoder.spec.rope.length_threshold,
-        sliding_windows=decoder.spec.sliding_windows,
     )
-    return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes, step_work(decoder, spec))
+    return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes)
 
 
 def prepare_kernels(config: JobConfig, report: Callable[[str], None]) -> None:

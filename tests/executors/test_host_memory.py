@@ -1,0 +1,34 @@
+"""Freed memory of tensors stays with the process and is used again: counted by the page faults it saves."""
+
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import resource, sys
+from batchinfer.executors.host_memory import keep_freed_memory
+import torch
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def fill(sizes):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for size in sizes:
+        a, b = torch.zeros(size), torch.zeros(size)
+        del a, b
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+fill([4_000_000])
+print(fill([4_000_000] * 10))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what glibc does")
+def test_memory_of_freed_tensors_is_used_again():
+    faults = {}
+    for mode in ("default", "keep"):
+        done = subprocess.run([sys.executable, "-c", _PROGRAM, mode], capture_output=True, text=True, check=True)
+        faults[mode] = int(done.stdout)
+    pages = 10 * 2 * 16_000_000 // 4096
+    assert faults["default"] > 0.9 * pages
+    assert faults["keep"] < 0.05 * pages
