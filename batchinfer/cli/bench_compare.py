@@ -1,6 +1,8 @@
 """`batchinfer bench compare`: the same job in several variants, side by side."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -9,6 +11,8 @@ from batchinfer.cli.options import JobCommand, effective_options
 from batchinfer.comparison.compare import compare as compared
 from batchinfer.comparison.table import comparison_table
 from batchinfer.comparison.variants import cross_product, parse_variations
+
+Figures = dict[str, Any]
 
 
 @click.command(cls=JobCommand, short_help="One job in several variants, side by side.")
@@ -27,25 +31,60 @@ from batchinfer.comparison.variants import cross_product, parse_variations
     help="Rounds: each runs all variants, every other one backwards.  [default: 2]",
 )
 @click.option(
+    "--confirm",
+    is_flag=True,
+    help="In place of --vary: run jobs of its own, without and with continuous batching, paged KV, prefix caching, "
+    "packed order and fp8 KV, and show a Markdown table. Of run's options it takes those of the model.",
+)
+@click.option("--quantized-model", metavar="PATH|ID", help="With --confirm: compare these weights with --model's, too.")
+@click.option(
+    "--markdown",
+    type=click.File("w", encoding="utf-8", lazy=False),
+    metavar="FILE",
+    help="With --confirm: write the table here, too.",
+)
+@click.option(
     "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
 )
 @click.pass_context
-def compare(ctx: click.Context, vary: tuple[str, ...], repeat: int, json_file: TextIO | None, **_: object) -> None:
+def compare(
+    ctx: click.Context,
+    vary: tuple[str, ...],
+    repeat: int,
+    confirm: bool,
+    quantized_model: str | None,
+    markdown: TextIO | None,
+    json_file: TextIO | None,
+    **_: object,
+) -> None:
     """Run one job in several variants and show their speed, latencies and memory side by side.
 
     Each run is a process of its own; figures are medians over the rounds, with the lowest and the highest speed.
     """
-    if not vary:
-        raise click.UsageError("nothing to compare: give --vary OPTION=V1,V2", ctx)
-    variants = cross_product(parse_variations(vary))
-    figures = compared(effective_options(ctx), variants, repeat, _say)
-    _write(json_file, figures)
-    click.echo(comparison_table(figures))
-
-
-def _write(json_file: TextIO | None, figures: dict[str, Any]) -> None:
+    if confirm == bool(vary):
+        raise click.UsageError("give --vary OPTION=V1,V2 (repeatable) or --confirm, one of the two", ctx)
+    if not confirm and (quantized_model or markdown):
+        raise click.UsageError("--quantized-model and --markdown belong to --confirm", ctx)
+    if confirm:
+        figures, text = _confirm(ctx, quantized_model, repeat)
+    else:
+        figures = compared(effective_options(ctx), cross_product(parse_variations(vary)), repeat, _say)
+        text = comparison_table(figures)
     if json_file is not None:
         json_file.write(json.dumps(figures, indent=2) + "\n")
+    if markdown is not None:
+        markdown.write(text + "\n")
+    click.echo(text)
+
+
+def _confirm(ctx: click.Context, quantized_model: str | None, rounds: int) -> tuple[Figures, str]:
+    from batchinfer.comparison.confirm import confirm as confirmed  # here, as it brings models/
+    from batchinfer.comparison.confirm_table import confirm_table
+
+    with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
+        options = effective_options(ctx, {"input": (folder,)})
+        figures = confirmed(options, quantized_model, rounds, Path(folder), _say)
+    return figures, confirm_table(figures)
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,7 @@
 takes run's options."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,9 @@ class JobCommand(TitledCommand):
         super().__init__(*args, more_options=_job_options(), **kwargs)
 
 
-def effective_options(ctx: click.Context) -> EffectiveOptions:
-    """The options of this call, each with its source. Raises UsageError."""
+def effective_options(ctx: click.Context, own: Mapping[str, Any] | None = None) -> EffectiveOptions:
+    """The options of this call, each with its source. own: what the command chooses where the call does not say.
+    Raises UsageError."""
     job, settings = ctx.params["job"], ctx.params["settings"]
     if settings and job is None:
         raise click.UsageError("--set fills a job file; give --job FILE as well", ctx)
@@ -65,7 +66,8 @@ def effective_options(ctx: click.Context) -> EffectiveOptions:
         for name, value in ctx.params.items()
         if name in names and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    return EffectiveOptions.resolve(flags, read_job_file(Path(job), parse_settings(settings)) if job else None)
+    job_file = read_job_file(Path(job), parse_settings(settings)) if job else {}
+    return EffectiveOptions.resolve(flags, {**(own or {}), **job_file})
 
 
 def options_of_run(names: Sequence[str], title: str, prefix: str = "") -> list[click.Option]:

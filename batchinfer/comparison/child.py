@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,19 @@ _END_SECONDS = 5.0
 
 def flags(options: EffectiveOptions) -> list[str]:
     """The flags of `run` that give these options; those at their defaults are left out."""
+    return flags_of({name: value for name, (value, source) in options.items() if source != "default"})
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """values: of run's options, by name; None is left to the default."""
     found: list[str] = []
     for _, member in iter_options():
-        value, source = options[member.name]
+        value = values.get(member.name)
         flag = "--" + member.name.replace("_", "-")
-        if source == "default" or value is None:
-            continue
-        if member.metadata["kind"] == "flag":
+        if member.metadata["kind"] == "flag" and value is not None:
             found.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            values = value if member.metadata["kind"] == "many" else (value,)
-            found += [f"{flag}={value}" for value in values]
+        elif value is not None:
+            found += [f"{flag}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     return found
 
 

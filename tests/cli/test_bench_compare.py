@@ -61,7 +61,7 @@ def test_a_variant_that_cannot_run_is_one_line(job: list[str], capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "nothing to compare: give --vary OPTION=V1,V2"),
+        ([], "give --vary OPTION=V1,V2 (repeatable) or --confirm"),
         (["--vary", "kv_cache_dtyp=fp8,int8"], "did you mean 'kv_cache_dtype'?"),
         (["--vary", "dtype=bf16,fp8"], "'fp8' is not one of auto, bf16, fp16, fp32"),
         (["--vary", "top_p=0.5,7"], "variant top_p=7: top_p = 7.0: must be above 0 and at most 1"),
