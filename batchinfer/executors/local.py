@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.cache_config import CacheConfig
@@ -15,6 +15,8 @@ from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.executors.host_memory import keep_freed_memory
 from batchinfer.models.resolve import ModelFiles
+from batchinfer.models.step_work import StepWork, step_work
+from batchinfer.roofline import machine_name
 
 if TYPE_CHECKING:
     from batchinfer.models.decoder import Decoder
@@ -41,6 +43,12 @@ class LocalEngine:
     tokenizer: Tokenizer
     device: str  # "cpu" or "cuda"
     kv_cache_bytes: int
+    work: StepWork
+
+    def figures(self) -> dict[str, Any]:
+        """EngineStats.to_dict() with what its counts stand for, and on which machine."""
+        machine = machine_name(self.device)
+        return {**self.engine.stats.to_dict(), "machine": machine, "step_work": self.work.to_json()}
 
 
 def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LocalEngine:
@@ -109,8 +117,9 @@ def build_engine(
         model.eos_token_ids,
         size.max_model_len,
         rope_length_threshold=decoder.spec.rope.length_threshold,
+        sliding_windows=decoder.spec.sliding_windows,
     )
-    return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes)
+    return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes, step_work(decoder, spec))
 
 
 def prepare_kernels(config: JobConfig, report: Callable[[str], None]) -> None:
