@@ -23,6 +23,7 @@ from batchinfer.data.result_schema import Tally, result_schema
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
+from batchinfer.energy import EnergyMeter
 from batchinfer.errors import ExitCode, UsageError
 from batchinfer.executors.kv_guard import first_prompts, guard_kv_cache, wide_layers_of
 from batchinfer.executors.local import LoadedModel, build_engine, cache_spec, load_model, prepare_kernels
@@ -65,7 +66,7 @@ def bench_throughput(
     options: EffectiveOptions, agreement: bool = False, agreement_with: str | None = None
 ) -> dict[str, Any]:
     """Runs the whole job in memory, its answers not written, and returns its figures: summarise()'s and startup_s, the
-    seconds from the start to the first tokenisation.
+    seconds from the start to the first tokenisation, and energy_joules where the processor's counters are readable.
 
     agreement: answers the rows again by the same model in float32, or by agreement_with, a model as for --model, and
     adds how far the answers agree.
@@ -89,9 +90,12 @@ def bench_throughput(
 def _measure(run: "_Run", sink: Sink) -> dict[str, Any]:
     run.find_model()
     run.load()
-    if run.answer(sink, run.input.selected, Tally()) is Ending.INTERRUPTED:
+    with EnergyMeter() as meter:
+        ending = run.answer(sink, run.input.selected, Tally())
+    if ending is Ending.INTERRUPTED:
         raise KeyboardInterrupt
-    return {"startup_s": run.startup_s, "max_model_len": run.max_model_len, **run.figures(Tally())}
+    own = {"startup_s": run.startup_s, "max_model_len": run.max_model_len, **meter.figures()}
+    return {**own, **run.figures(Tally())}
 
 
 def _answer_to_files(run: "_Run", writer: OutputWriter, target: str, overwrites: bool) -> ExitCode:

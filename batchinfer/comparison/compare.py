@@ -12,7 +12,8 @@ from batchinfer.options import EffectiveOptions
 Report = Callable[[str], None]
 Measure = Callable[[EffectiveOptions, Report], dict[str, Any]]
 _OF_THE_WORK = ("rows", "prompt_tokens", "completion_tokens")
-_SAME_IN_ALL = ("options", "versions")  # of bench throughput's figures
+_SAME_IN_ALL = ("options", "versions")  # of bench throughput's figures, as are:
+_OF_ONE_RUN = ("timeline",)  # has no median
 
 
 def compare(
@@ -51,8 +52,9 @@ def _measured(name: str, options: EffectiveOptions, report: Report, measure: Mea
 
 def _entry(variant: Variant, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     own = [{name: value for name, value in run.items() if name not in _SAME_IN_ALL} for run in runs]
+    steady = [{name: value for name, value in run.items() if name not in _OF_ONE_RUN} for run in own]
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in variant.values.items()}
-    return {"name": variant.name, "options": values, **medians(own), "runs": own}
+    return {"name": variant.name, "options": values, **medians(steady), "runs": own}
 
 
 def _median(values: Sequence[Any]) -> Any:

@@ -74,7 +74,7 @@ _COLUMNS = (
     _Column("tokens out", _count("completion_tokens"), _differs("completion_tokens")),
     _Column("peak memory", lambda entry, first: format_bytes(entry["peak_memory_bytes"])),
     _Column(
-        "energy",
+        "CPU energy",
         lambda entry, first: f"{entry['energy_joules']:,.0f} J",
         lambda entries: all("energy_joules" in entry for entry in entries),
     ),

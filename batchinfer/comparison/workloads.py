@@ -35,7 +35,7 @@ class Workload:
 def heavy_tail(vocab_size: int) -> Workload:
     """Completions of 8 to 256 tokens, of which P(length > x) = 8 / x: half have 16 or fewer, and the longest tenth
     has half of all tokens."""
-    num_rows, prompt_len, shortest, longest = 96, 16, 8, 256
+    num_rows, prompt_len, shortest, longest = 72, 16, 8, 256
     drawn = random.Random(_SEED)
     shares = [(row + 0.5) / num_rows for row in range(num_rows)]
     lengths = [min(longest, round(shortest / (1 - share))) for share in shares]
