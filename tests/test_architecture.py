@@ -16,6 +16,7 @@ LEVELS = [
     {"cli"},
     {"report", "comparison"},
     {"pipeline", "llm", "evaluation", "conversion"},
+    {"planning"},
     {"summary"},
     {"executors"},
     {"engine"},

@@ -10,6 +10,7 @@ from batchinfer import __version__
 from batchinfer.cli.bench import bench
 from batchinfer.cli.build import build
 from batchinfer.cli.evaluate import evaluate
+from batchinfer.cli.plan import plan
 from batchinfer.cli.quantize import quantize
 from batchinfer.cli.run import run
 from batchinfer.cli.show import show
@@ -25,6 +26,7 @@ def batchinfer() -> None:
 
 
 batchinfer.add_command(run)
+batchinfer.add_command(plan)
 batchinfer.add_command(show)
 batchinfer.add_command(bench)
 batchinfer.add_command(evaluate)

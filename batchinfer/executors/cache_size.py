@@ -1,7 +1,9 @@
 """How large the KV cache becomes and how long sequences may be: pure arithmetic over sizes, and the lines that tell the
 user. Called by local.py."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.config import JobConfig
@@ -10,7 +12,7 @@ from batchinfer.models.spec import DecoderSpec
 from batchinfer.units import format_bytes
 
 DEFAULT_SHARE = {"cpu": 0.5, "cuda": 0.9}
-_LOGITS_BYTES = 192 << 20  # what model runner, sampler and the decoder's head bound their logits to, together
+LOGITS_BYTES = 192 << 20  # what model runner, sampler and the decoder's head bound their logits to, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,65 @@ class CacheSize:
     num_blocks: int
     max_model_len: int
     model_len_reason: str
+
+
+def memory_budget(
+    config: JobConfig,
+    model: DecoderSpec,
+    weight_bytes: int,
+    free_bytes: int | None,
+    device: str,
+    cache: KVCacheSpec,
+    num_blocks: int,
+) -> dict[str, Any]:
+    """What a run takes of its device with a cache of that many blocks; arguments as of size_cache.
+
+    `weights_bytes`, `cache_bytes`; `activations_bytes` and `logits_bytes`, which are allowances; `total_bytes` of them;
+    `limit_bytes`: what they may take, None where --kv-cache-memory says what the cache takes; `free_bytes`: before
+    anything was loaded, None where it is not known; `blocks`, `block_size`, `step_tokens` and `device`.
+    """
+    step_tokens = config.scheduler.max_num_batched_tokens
+    is_limited = config.cache.kv_cache_memory is None and free_bytes is not None
+    parts = {
+        "weights_bytes": weight_bytes,
+        "activations_bytes": activation_bytes(model, step_tokens) - LOGITS_BYTES,
+        "logits_bytes": LOGITS_BYTES,
+        "cache_bytes": num_blocks * cache.bytes_per_block(),
+    }
+    return {
+        "device": device,
+        **parts,
+        "total_bytes": sum(parts.values()),
+        "limit_bytes": int(_share(config, device) * (free_bytes or 0)) if is_limited else None,
+        "free_bytes": free_bytes,
+        "blocks": num_blocks,
+        "block_size": cache.block_size,
+        "step_tokens": step_tokens,
+    }
+
+
+def memory_table(budget: Mapping[str, Any]) -> list[str]:
+    """memory_budget's figures for people."""
+    notes = {
+        "weights": "",
+        "activations": f"allowed for a step of {budget['step_tokens']:,} tokens",
+        "logits": "allowed for the rows of a step that sample",
+        "cache": f"{budget['blocks']:,} blocks of {budget['block_size']} tokens",
+        "total": _limits(budget),
+    }
+    names = {"cache": "KV cache", "total": "in all"}
+    return [
+        f"{names.get(part, part):<12}{format_bytes(budget[f'{part}_bytes']):>10}  {note}".rstrip()
+        for part, note in notes.items()
+    ]
+
+
+def _limits(budget: Mapping[str, Any]) -> str:
+    if budget["free_bytes"] is None:
+        return "the memory of the device is not known here"
+    free = f"{format_bytes(budget['free_bytes'])} were free on the {'CPU' if budget['device'] == 'cpu' else 'GPU'}"
+    limit = budget["limit_bytes"]
+    return free if limit is None else f"of {format_bytes(limit)} allowed; {free}"
 
 
 def size_cache(
@@ -64,8 +125,15 @@ def _reason(wanted_len: int | None, longest: int, capacity: int) -> str:
 def _cache_bytes(config: JobConfig, model: DecoderSpec, weight_bytes: int, free_bytes: int, device: str) -> int:
     if config.cache.kv_cache_memory is not None:
         return config.cache.kv_cache_memory
-    share = config.cache.gpu_memory_utilization or DEFAULT_SHARE[device]
-    return int(share * free_bytes) - weight_bytes - activation_bytes(model, config.scheduler.max_num_batched_tokens)
+    return (
+        int(_share(config, device) * free_bytes)
+        - weight_bytes
+        - activation_bytes(model, config.scheduler.max_num_batched_tokens)
+    )
+
+
+def _share(config: JobConfig, device: str) -> float:
+    return config.cache.gpu_memory_utilization or DEFAULT_SHARE[device]
 
 
 def activation_bytes(model: DecoderSpec, num_tokens: int) -> int:
@@ -73,7 +141,7 @@ def activation_bytes(model: DecoderSpec, num_tokens: int) -> int:
     widest tensors and the logits."""
     heads = (model.num_q_heads + 2 * model.num_kv_heads) * model.head_dim
     widths = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * heads
-    return 4 * widths * num_tokens + _LOGITS_BYTES
+    return 4 * widths * num_tokens + LOGITS_BYTES
 
 
 def describe(size: CacheSize, cache: KVCacheSpec, max_num_seqs: int) -> list[str]:

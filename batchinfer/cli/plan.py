@@ -1,0 +1,50 @@
+"""`batchinfer plan`: what a job will take, before it runs."""
+
+import json
+from typing import TextIO
+
+import click
+
+from batchinfer.cli.options import JobCommand, effective_options
+
+
+@click.command(cls=JobCommand, short_help="What a job will take, without loading weights.")
+@click.option(
+    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
+)
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="First load the model and time some of its steps; later plans with the same model and precision use that.",
+)
+@click.option(
+    "--expected-output-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens of an answer that may end before its max_tokens.  [default: max_tokens]",
+)
+@click.option(
+    "--lengths-from", metavar="OUTPUT", help="Take the answers' lengths from this output of an earlier run, row by row."
+)
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    json_file: TextIO | None,
+    calibrate: bool,
+    expected_output_tokens: int | None,
+    lengths_from: str | None,
+    **_: object,
+) -> None:
+    """Show what a job will take: rows and their faults, tokens, memory, steps, time, and what would help most.
+
+    Takes every option of run. No weights are loaded and no GPU is needed, unless --calibrate asks for it.
+    """
+    options = effective_options(ctx)
+    from batchinfer.planning.plan import PlanRequest, plan_job  # here, as it brings numpy and torch
+    from batchinfer.planning.table import plan_table
+
+    request = PlanRequest(calibrate=calibrate, expected_output_tokens=expected_output_tokens, lengths_from=lengths_from)
+    figures = plan_job(options, request, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    if json_file is not None:
+        json_file.write(json.dumps(figures, indent=2) + "\n")
+    click.echo(plan_table(figures))

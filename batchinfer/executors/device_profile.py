@@ -1,0 +1,170 @@
+"""Measures a device and the steps of a model on it, for forecasts and reports, and keeps the figures in the machine's
+profile. Called by planning/."""
+
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import JobConfig, SchedulerConfig
+from batchinfer.engine.engine import Engine
+from batchinfer.executors.local import build_engine, choose_device, load_model, prepare_kernels, usable_processors
+from batchinfer.executors.step_fit import TimedStep, fit_step_times
+from batchinfer.models.resolve import ModelFiles, resolve_model
+from batchinfer.request import Request, RequestId, SamplingParams
+from batchinfer.roofline import DevicePeaks, StepTimes, machine_name, save_peaks, save_step_times
+
+_COPY_BYTES = 1 << 28
+_MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+_REPEATS = 5
+_MOST_TOKENS = 2048  # of a step
+# Steps of whole prompts, as (tokens of the step, of each prompt), and decode steps, as (sequences, tokens of each); the
+# most telling ones first.
+_SHAPES = (
+    *(("decode", 32, 32), ("prompts", 2048, 64), ("prompts", 2048, 2047), ("decode", 8, 768), ("decode", 128, 32)),
+    *(("prompts", 512, 64), ("decode", 1, 32), ("decode", 8, 32), ("prompts", 128, 64), ("decode", 256, 16)),
+    *(("decode", 32, 256), ("prompts", 512, 511)),
+)
+_ALWAYS = 4  # shapes that are timed however long they take
+_SECONDS = 14.0  # after which no further shape is timed
+_STEPS = 5  # of a shape
+
+
+def profile_key(config: JobConfig, files: ModelFiles, device: str, dtype: str, kv_dtype: str) -> dict[str, Any]:
+    """What decides how long a step takes. dtype, kv_dtype: what `auto` stands for."""
+    return {
+        "device": device,
+        "threads": (config.model.threads or usable_processors()) if device == "cpu" else 0,
+        "model": files.fingerprint,
+        "dtype": dtype,
+        "activation_dtype": config.model.activation_dtype,
+        "kv_cache_dtype": kv_dtype,
+        "kv_cache_dtype_skip_layers": config.cache.kv_cache_dtype_skip_layers,
+    }
+
+
+def measure_peaks(device: str, dtype: str, threads: int | None = None) -> DevicePeaks:
+    """About a second. Reads as a copy does, which moves each byte twice. dtype: as in "bf16"; of the product."""
+    import torch
+
+    from batchinfer.cache.paged_kv import TORCH_DTYPES
+
+    torch.set_num_threads(threads or usable_processors())
+    source = torch.ones(_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    copy_s = _fastest(lambda: target.copy_(source), device)
+    size = _MATMUL_SIZE[device]
+    left = torch.rand(size, size, device=device).to(TORCH_DTYPES[dtype])
+    product_s = _fastest(lambda: left @ left.T, device)
+    where = f"{machine_name(device)}, {dtype}"
+    where += f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    return DevicePeaks(2 * source.nbytes / copy_s, 2.0 * size**3 / product_s, where, _today())
+
+
+def _fastest(run: Callable[[], object], device: str) -> float:
+    """Seconds of the best of some runs."""
+    import torch
+
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
+    """Loads the model, times some steps, and keeps the fit and the device's peaks in the machine's profile. Raises
+    BatchInferError as a job does, and OSError where the profile cannot be written."""
+    import torch
+
+    device = choose_device(config.model.device, torch.cuda.is_available())
+    config = replace(
+        config,
+        cache=replace(config.cache, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=_MOST_TOKENS, admission="greedy"),
+    )
+    prepare_kernels(config, report)
+    files = resolve_model(config.model.model, report, config.model.quantization)
+    model = load_model(config, files, report)
+    local = build_engine(config, model, report)
+    spec = model.decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)
+    steps = list(_Steps(local.engine).timed())
+    where = f"{machine_name(device)}, {spec.wide_dtype}"
+    times = fit_step_times(steps, where, _today())
+    save_peaks(device, spec.wide_dtype, measure_peaks(device, spec.wide_dtype, config.model.threads))
+    save_step_times(profile_key(config, files, device, spec.wide_dtype, spec.dtype), times)
+    report(f"{len(steps)} steps timed; the fit is off by {times.error:.1%} in the mean")
+    return times
+
+
+class _Steps:
+    """Steps of several shapes on one engine, with tokens drawn at random."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._rng = np.random.default_rng(0)
+        self._row = 0
+        self._end = time.monotonic() + _SECONDS
+
+    def timed(self) -> Iterator[TimedStep]:
+        """As many shapes as fit the time, the most telling ones first, cut to what the engine holds."""
+        self._add(8, 3)  # the first steps of a process take longer
+        while self._engine.has_unfinished:
+            self._engine.step()
+        for number, (kind, size, length) in enumerate(_SHAPES):
+            if number < _ALWAYS or time.monotonic() < self._end:
+                yield from (self._decode if kind == "decode" else self._prompts)(size, length)
+
+    def _prompts(self, tokens: int, length: int) -> Iterator[TimedStep]:
+        """A step of whole prompts, twice."""
+        length = min(length, self._engine.max_model_len - 1)
+        for _ in range(2):
+            for _ in range(max(1, tokens // length)):
+                self._add(length, 1)
+            yield self._timed(1)
+            self._engine.abandon()
+
+    def _decode(self, batch: int, context: int) -> Iterator[TimedStep]:
+        stats = self._engine.stats
+        outputs = -(-batch * context // max(1, _MOST_TOKENS - batch)) + _STEPS + 3
+        context = min(context, self._engine.max_model_len - outputs)
+        if context < 1:
+            return
+        for _ in range(batch):
+            self._add(context, outputs)
+        for _ in range(outputs - _STEPS - 1):  # until each has its first token
+            before = stats.sampled_tokens
+            self._engine.step()
+            if stats.sampled_tokens - before >= batch:
+                break
+        yield self._timed(_STEPS)
+        self._engine.abandon()
+
+    def _timed(self, count: int) -> TimedStep:
+        """The median time of so many steps, with what they did in the mean."""
+        stats, seconds = self._engine.stats, []
+        names = ("scheduled_tokens", "sampled_tokens", "context_tokens", "query_key_pairs")
+        before = [getattr(stats, name) for name in names]
+        for _ in range(count):
+            start = time.perf_counter()
+            self._engine.step()
+            seconds.append(time.perf_counter() - start)
+        done = [(getattr(stats, name) - old) / count for name, old in zip(names, before, strict=True)]
+        return TimedStep(done[0], done[1], done[2], done[3], median(seconds))
+
+    def _add(self, prompt: int, outputs: int) -> None:
+        tokens = self._rng.integers(0, self._engine.vocab_size, prompt, np.int32)
+        params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
+        self._engine.add(Request(RequestId(0, self._row), tokens, params, outputs, noise_key=0))
+        self._row += 1
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()

@@ -1,0 +1,1 @@
+"""Forecasts of a job: its memory, its steps, its time."""

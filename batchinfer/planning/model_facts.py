@@ -1,0 +1,126 @@
+"""What a forecast must know of the model and the device, found without loading a weight. Called by plan.py."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
+from batchinfer.config import JobConfig, ModelConfig
+from batchinfer.data.tokenizer import Tokenizer
+from batchinfer.errors import UsageError
+from batchinfer.models.loader import load_scheme, load_spec, own_dtype, quantization_config
+from batchinfer.models.resolve import ModelFiles, resolve_model
+from batchinfer.models.spec import DecoderSpec
+from batchinfer.models.step_work import StepWork, linear_parameters
+from batchinfer.planning.kv_forms import AttentionShape
+from batchinfer.planning.model_size import StoredTensor, WeightForm, WeightSizes, read_heads, weight_sizes
+
+_SCALE_SUFFIXES = (".k_scale", ".kv_scale", ".k_cache.scale", ".k_proj.output_scale")  # see quantization/kv_scales
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """dtype: what --dtype stands for. method: of the weights' quantisation, "none" without. free_bytes: of the device's
+    memory; None where there is no such device here to ask. static_kv_dtypes: of a cache that the checkpoint brings
+    scales for."""
+
+    files: ModelFiles
+    spec: DecoderSpec
+    tokenizer: Tokenizer
+    dtype: str
+    method: str
+    sizes: WeightSizes
+    device: str
+    free_bytes: int | None
+    static_kv_dtypes: tuple[str, ...]
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape(self.spec.num_layers, self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+    @property
+    def layers_by_window(self) -> Mapping[int | None, int]:
+        return Counter(self.spec.sliding_windows)
+
+    def cache_spec(self, config: JobConfig) -> KVCacheSpec:
+        """The cache that a run would have; --kv-guard strict may keep further layers in 16 bits. Raises UsageError."""
+        kv_dtype = self.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+        skipped, num_layers = config.cache.skip_layers, self.spec.num_layers
+        if skipped and skipped[-1] >= num_layers:
+            raise UsageError(f"--kv-cache-dtype-skip-layers {skipped[-1]}: the model has layers 0 to {num_layers - 1}")
+        is_static = kv_dtype in self.static_kv_dtypes
+        return KVCacheSpec(
+            num_layers,
+            self.spec.num_kv_heads,
+            self.spec.head_dim,
+            config.cache.block_size,
+            kv_dtype,
+            per_token_scales=ELEMENT_BYTES[kv_dtype] == 1 and not is_static,
+            wide_layers=skipped,
+            wide_dtype=self.dtype,
+            static_scales=is_static,
+        )
+
+    def step_work(self, cache: KVCacheSpec) -> StepWork:
+        """As models/step_work.step_work has it of a loaded model."""
+        return StepWork(
+            weight_bytes=self.sizes.linear + self.sizes.head,
+            kv_bytes_per_token=cache.bytes_per_token(),
+            linear_flops_per_token=2 * linear_parameters(self.spec),
+            logits_flops_per_token=2 * self.spec.hidden_size * self.spec.vocab_size,
+            attention_flops_per_pair=4 * self.spec.num_layers * self.spec.num_q_heads * self.spec.head_dim,
+            dtype=self.dtype,
+        )
+
+
+def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
+    """Finds or fetches the model's files and reads their heads. Errors as a run's."""
+    options = config.model
+    files = resolve_model(options.model, report, options.quantization)
+    spec = load_spec(files.path, [name for name in options.allow_config_fields.split(",") if name])
+    scheme = load_scheme(files.path, options.quantization)
+    dtype = own_dtype(files.path, spec, scheme is not None) if options.dtype == "auto" else options.dtype
+    device, free_bytes = _device(options)
+    tensors = read_heads(files.path)
+    form = WeightForm(dtype, options.activation_dtype == "int8", _packs(dtype, device), getattr(scheme, "types", {}))
+    return ModelFacts(
+        files,
+        spec,
+        Tokenizer.load(files.path, config.input.chat_template),
+        dtype,
+        "none" if scheme is None else scheme.method,
+        weight_sizes(tensors, spec, form),
+        device,
+        free_bytes,
+        _static_kv_dtypes(tensors, (quantization_config(files.path) or ({}, ""))[0]),
+    )
+
+
+def _device(options: ModelConfig) -> tuple[str, int | None]:
+    """A GPU may be planned for where there is none."""
+    import torch
+
+    from batchinfer.executors.local import available_memory, choose_device
+
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        return "cuda", None
+    device = choose_device(options.device, has_cuda)
+    return device, torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
+
+
+def _packs(dtype: str, device: str) -> bool:
+    """Whether products of bf16 weights read a form of their own on this machine."""
+    import torch
+
+    from batchinfer.models.linear import PackedLinear
+
+    return dtype == "bf16" and device == "cpu" and PackedLinear.is_best_for(torch.empty(1, 1, dtype=torch.bfloat16))
+
+
+def _static_kv_dtypes(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> tuple[str, ...]:
+    """By the names of the scales; that their values are usable shows only at load."""
+    from batchinfer.quantization.kv_scales import cache_dtypes
+
+    return cache_dtypes(quantization) if any(name.endswith(_SCALE_SUFFIXES) for name in tensors) else ()

@@ -1,0 +1,159 @@
+"""What a model's weights will take in memory, from the heads of its safetensors files: no tensor is read. Called by
+plan.py."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from batchinfer.cache.spec import ELEMENT_BYTES
+from batchinfer.errors import BatchInferError
+from batchinfer.models.families.common import WeightNames
+from batchinfer.models.spec import DecoderSpec
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_LARGEST_HEAD = 100_000_000  # bytes; as safetensors itself refuses more
+_INT8_OUTPUTS, _INT8_ROTATION, _INT8_GROUP = 32, 64, 192  # see kernels/quantized_linear/weight.py
+_SUFFIXES = (".weight_packed", ".weight_blocks", ".weight_scale_inv", ".qweight", ".weight")  # of a layer's main tensor
+
+
+class StoredTensor(NamedTuple):
+    """As a file's head has it. dtype: as in "BF16"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSizes:
+    """Bytes in memory. total: of everything. linear: of the layers' projections, and head: of the product with the
+    vocabulary, which a step reads once each. names: of the tensors in the files."""
+
+    total: int
+    linear: int
+    head: int
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How the weights will be kept. dtype: as in "bf16". int8: --activation-dtype int8. packs: products read a form of
+    their own, so that a tied head is kept beside the embedding. gguf_types: of each module that is kept in blocks."""
+
+    dtype: str
+    int8: bool
+    packs: bool
+    gguf_types: Mapping[str, str]
+
+
+def read_heads(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the model directory's safetensors files. Raises BatchInferError naming a file that is none."""
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if index.exists() and not single.exists():
+        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in _read_head(file)}
+
+
+def _read_head(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    try:
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > _LARGEST_HEAD:
+                raise ValueError("its head is too long")
+            table: dict[str, Any] = json.loads(opened.read(length))
+        table.pop("__metadata__", None)
+        for name, entry in table.items():
+            start, stop = entry["data_offsets"]
+            yield name, StoredTensor(entry["dtype"], tuple(entry["shape"]), stop - start)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BatchInferError(f"{file}: not a readable safetensors file: {error}") from error
+
+
+def weight_sizes(tensors: Mapping[str, StoredTensor], spec: DecoderSpec, form: WeightForm) -> WeightSizes:
+    """What models/weights.build_decoder makes of the tensors."""
+    names = WeightNames()
+    sizes = _Sizes(form)
+    embedding, head = names.embedding.removesuffix(".weight"), names.lm_head.removesuffix(".weight")
+    of_modules: dict[str, list[str]] = {}
+    for name in tensors:
+        if not name.endswith(names.derived):
+            of_modules.setdefault(_module(name), []).append(name)
+    linear = head_bytes = total = 0
+    for module, members in of_modules.items():
+        stored = {name.removeprefix(module): tensors[name] for name in members}
+        if module == embedding:
+            total += spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[form.dtype]
+            tied = spec.tie_word_embeddings and not _is_quantized(tensors, head)
+            head_bytes = max(head_bytes, sizes.projection(module, stored)) if tied else head_bytes
+            total += head_bytes if tied and (form.packs or form.int8 or _is_quantized(tensors, module)) else 0
+        elif module == head:
+            if spec.tie_word_embeddings and not _is_quantized(tensors, head):
+                continue
+            head_bytes = sizes.projection(module, stored)
+            total += head_bytes
+        else:
+            size = sizes.projection(module, stored)
+            total += size
+            linear += size if _is_matrix(stored) else 0
+    return WeightSizes(total, linear, head_bytes, frozenset(tensors))
+
+
+class _Sizes:
+    """Bytes of a module's tensors in memory."""
+
+    def __init__(self, form: WeightForm) -> None:
+        self._form = form
+
+    def projection(self, module: str, stored: Mapping[str, StoredTensor]) -> int:
+        return sum(self._tensor(module, suffix, tensor) for suffix, tensor in stored.items())
+
+    def _tensor(self, module: str, suffix: str, tensor: StoredTensor) -> int:
+        if suffix == ".weight_blocks":
+            return self._blocks(self._form.gguf_types[module], tensor)
+        if tensor.dtype not in _FLOATS or suffix not in (".weight", ".bias"):
+            return tensor.num_bytes
+        if suffix == ".weight" and len(tensor.shape) == 2 and self._form.int8:
+            return _int8_bytes(*tensor.shape)
+        return math.prod(tensor.shape) * ELEMENT_BYTES[self._form.dtype]
+
+    def _blocks(self, kind: str, tensor: StoredTensor) -> int:
+        from batchinfer.quantization.read_gguf import BLOCK_TYPES  # here, as it brings torch
+
+        block = BLOCK_TYPES[kind]
+        rows, columns = tensor.shape[0], tensor.shape[1] // block.num_bytes * block.num_weights
+        if self._form.int8:
+            return _int8_bytes(rows, columns)
+        return rows * columns * (8 if block.bits > 4 else 4) // 8 + rows * (columns // block.group_size) * 4
+
+
+def _int8_bytes(num_outputs: int, num_inputs: int) -> int:
+    """As QuantizedWeight: a byte a number, and a scale and an offset of 4 bytes each a group."""
+    outputs = -(-num_outputs // _INT8_OUTPUTS) * _INT8_OUTPUTS
+    return outputs * (-(-num_inputs // _INT8_ROTATION) * _INT8_ROTATION + -(-num_inputs // _INT8_GROUP) * 8)
+
+
+def _module(name: str) -> str:
+    """ "model.layers.0.mlp.down_proj" of each of its tensors."""
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return name.rpartition(".")[0]
+
+
+def _is_matrix(stored: Mapping[str, StoredTensor]) -> bool:
+    return any(len(tensor.shape) > 1 for tensor in stored.values())
+
+
+def _is_quantized(tensors: Mapping[str, StoredTensor], module: str) -> bool:
+    """Whether the file has the module in other than floats."""
+    suffixes: Sequence[str] = (".weight_packed", ".weight_blocks", ".qweight")
+    weight = tensors.get(f"{module}.weight")
+    return any(f"{module}{suffix}" in tensors for suffix in suffixes) or (
+        weight is not None and weight.dtype not in _FLOATS
+    )

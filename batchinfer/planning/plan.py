@@ -1,0 +1,207 @@
+"""`batchinfer plan`: what a job will take, found without loading weights. Called by the command line."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from batchinfer.config import JobConfig
+from batchinfer.data.job_input import JobInput
+from batchinfer.data.prompts import PromptBuilder
+from batchinfer.data.read_output import iter_output
+from batchinfer.data.sampling_defaults import resolve_sampling
+from batchinfer.errors import UsageError
+from batchinfer.executors.cache_size import memory_budget
+from batchinfer.executors.device_profile import calibrate, measure_peaks
+from batchinfer.models.loader import generation_config
+from batchinfer.options import EffectiveOptions
+from batchinfer.planning.advice import advice
+from batchinfer.planning.forecast import JobShape
+from batchinfer.planning.job_rows import ExpectedLengths, JobRows, histogram, read_rows
+from batchinfer.planning.kv_forms import ATTENTION_KINDS, KV_DTYPES
+from batchinfer.planning.model_facts import ModelFacts, find_model
+from batchinfer.planning.scenario import Scenario
+from batchinfer.planning.step_trace import Forecast
+from batchinfer.roofline import DevicePeaks, load_peaks
+
+_PERCENTILES = (0, 10, 50, 90, 99, 100)
+_ALL_ROWS = (range(1 << 62),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What is asked beside the job's options. calibrate: time steps of the loaded model first. expected_output_tokens,
+    lengths_from: how long answers become; at most one of them, else max_tokens. Raises UsageError."""
+
+    calibrate: bool = False
+    expected_output_tokens: int | None = None
+    lengths_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.expected_output_tokens is not None and self.lengths_from is not None:
+            raise UsageError("--expected-output-tokens and --lengths-from: give one of them")
+
+    def lengths(self) -> ExpectedLengths:
+        """Raises UsageError where lengths_from is no output."""
+        if self.lengths_from is None:
+            return ExpectedLengths(self.expected_output_tokens)
+        tokens = [row.result["completion_tokens"] or 0 for row in iter_output(self.lengths_from, _ALL_ROWS)]
+        if not tokens:
+            raise UsageError(f"--lengths-from {self.lengths_from}: it has no rows")
+        return ExpectedLengths(of_rows=tokens)
+
+
+def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[str], None]) -> dict[str, Any]:
+    """The forecast of a job as JSON types.
+
+    `rows`: read, with `errors_by_code`, and `stride`: one row in so many was read. `prompt_tokens`: total, percentiles
+    and `histogram` as [from, to, rows]. `output_tokens`: expected in all, and `source`, from what. `prefix_cache`:
+    prompt tokens that it can serve, and their share. `kv`: bytes a token and of all rows' tokens, by dtype, of the
+    model's own attention and by kind. `memory`: memory_budget's. `concurrency`: sequences that run at once.
+    `steps`, `preemptions`, `recomputed_tokens`, `kv_blocks`: as a run counts them; `method`: exact or flow. `time`:
+    seconds of inference from low to high, and output tokens/s, None where nothing is known of the device; `basis`, and
+    `measured_on`. `advice`: see advice(). Errors as a run's.
+    """
+    config = options.config
+    lengths = request.lengths()
+    job = JobInput.read(config.input, config.sampling.seed, report, config.output.output)
+    if request.calibrate:
+        calibrate(config, report)
+    model = find_model(config, report)
+    scenario = Scenario.make(config, model)
+    rows = read_rows(job, _builder(config, job, scenario), config.cache.block_size, lengths)
+    shape = JobShape(rows, model.layers_by_window)
+    peaks = find_peaks(config, model, report)
+    forecast = scenario.exact(shape) or scenario.flow(shape)
+    return {
+        "model": {"source": model.files.source, "dtype": model.dtype, "quantization": model.method},
+        "rows": _row_figures(rows),
+        "prompt_tokens": _token_figures(rows),
+        "output_tokens": {"expected": forecast.output_tokens, "source": _length_source(request)},
+        "prefix_cache": _prefix_figures(shape),
+        "kv": _kv_figures(scenario, rows),
+        "memory": _budget(scenario),
+        "max_model_len": scenario.size.max_model_len,
+        **_step_figures(scenario, forecast),
+        "time": _time_figures(scenario, forecast, peaks),
+        "advice": advice(scenario, shape, peaks) if rows.num_requests else [],
+    }
+
+
+def find_peaks(config: JobConfig, model: ModelFacts, report: Callable[[str], None]) -> DevicePeaks | None:
+    """As kept in the machine's profile, else measured on a CPU; None for a GPU of which nothing was measured."""
+    kept = load_peaks(model.device, model.dtype)
+    if kept is not None or model.device != "cpu":
+        return kept
+    report("measuring the memory's bandwidth and the processor's products; --calibrate keeps them")
+    return measure_peaks(model.device, model.dtype, config.model.threads)
+
+
+def _builder(config: JobConfig, job: JobInput, scenario: Scenario) -> PromptBuilder:
+    """As a run has it."""
+    defaults, _ = resolve_sampling(config.sampling, generation_config(scenario.model.files.path))
+    return PromptBuilder(
+        source=job.source,
+        tokenizer=scenario.model.tokenizer,
+        defaults=defaults,
+        vocab_size=scenario.model.spec.vocab_size,
+        max_model_len=scenario.size.max_model_len,
+        param_columns=job.param_columns,
+        seed=config.sampling.seed,
+        on_too_long=config.input.on_too_long,
+    )
+
+
+def _row_figures(rows: JobRows) -> dict[str, Any]:
+    return {
+        "total": rows.num_rows,
+        "read": rows.num_read,
+        "stride": rows.stride,
+        "completions": rows.num_requests,
+        "errors": rows.errors.total(),
+        "errors_by_code": dict(sorted(rows.errors.items())),
+    }
+
+
+def _token_figures(rows: JobRows) -> dict[str, Any]:
+    counts = np.array(rows.row_tokens, np.int64)
+    values = np.percentile(counts, _PERCENTILES).tolist() if len(counts) else [0.0] * len(_PERCENTILES)
+    return {
+        "total": sum(rows.prompt_tokens),
+        "mean": float(counts.mean()) if len(counts) else 0.0,
+        "percentiles": {f"p{share}": value for share, value in zip(_PERCENTILES, values, strict=True)},
+        "histogram": [list(entry) for entry in histogram(rows.row_tokens)],
+    }
+
+
+def _length_source(request: PlanRequest) -> str:
+    if request.lengths_from is not None:
+        return f"the answers in {request.lengths_from}"
+    tokens = request.expected_output_tokens
+    return "max_tokens of each row" if tokens is None else f"--expected-output-tokens {tokens}"
+
+
+def _prefix_figures(shape: JobShape) -> dict[str, Any]:
+    servable, total = shape.servable_tokens, sum(shape.rows.prompt_tokens)
+    return {"servable_tokens": servable, "share": servable / total if total else 0.0}
+
+
+def _kv_figures(scenario: Scenario, rows: JobRows) -> dict[str, Any]:
+    """The job's tokens: those that all rows would hold at once."""
+    attention = scenario.model.attention
+    tokens = sum(rows.prompt_tokens) + sum(max(0, count - 1) for count in rows.expected_tokens)
+    own = {dtype: attention.kv_bytes_per_token(attention.kind, dtype) for dtype in KV_DTYPES}
+    own |= {scenario.cache.dtype: scenario.cache.bytes_per_token()}
+    kinds = {kind: attention.kv_bytes_per_token(kind, scenario.model.dtype) for kind in ATTENTION_KINDS}
+    return {
+        "dtype": scenario.cache.dtype,
+        "attention": attention.kind,
+        "job_tokens": tokens,
+        "bytes_per_token": own[scenario.cache.dtype],
+        "bytes_by_dtype": {dtype: {"per_token": size, "job": size * tokens} for dtype, size in own.items()},
+        "bytes_by_attention": {kind: {"per_token": size, "job": size * tokens} for kind, size in kinds.items()},
+        "bytes_by_attention_dtype": scenario.model.dtype,
+    }
+
+
+def _budget(scenario: Scenario) -> dict[str, Any]:
+    model, size = scenario.model, scenario.size
+    config, cache = scenario.config, scenario.cache
+    return memory_budget(config, model.spec, model.sizes.total, model.free_bytes, model.device, cache, size.num_blocks)
+
+
+def _step_figures(scenario: Scenario, forecast: Forecast) -> dict[str, Any]:
+    trace = forecast.trace
+    return {
+        "method": "exact" if forecast.is_exact else "flow",
+        "steps": round(trace.steps),
+        "concurrency": {"mean": trace.mean_sequences, "peak": trace.peak_sequences},
+        "preemptions": forecast.preemptions,
+        "recomputed_tokens": forecast.recomputed_tokens,
+        "cached_tokens": forecast.cached_tokens,
+        "kv_blocks": {"total": scenario.size.num_blocks, "peak": trace.peak_blocks},
+        "kv_peak_bytes": trace.peak_blocks * scenario.cache.bytes_per_block(),
+    }
+
+
+def _time_figures(scenario: Scenario, forecast: Forecast, peaks: DevicePeaks | None) -> dict[str, Any] | None:
+    costs = scenario.costs(peaks)
+    if not costs:
+        return None
+    basis, cost = next(iter(costs.items()))
+    found = cost.time(forecast)
+    tokens = forecast.output_tokens
+    rates: Mapping[str, float] = {
+        "low": tokens / found.high_s if found.high_s else 0.0,
+        "high": tokens / found.low_s if found.low_s else 0.0,
+    }
+    return {
+        "basis": basis,
+        "low_s": found.low_s,
+        "high_s": found.high_s,
+        "middle_s": found.middle_s,
+        "output_tokens_per_s": rates,
+        "measured_on": cost.measured_on,
+        "peaks": None if peaks is None else asdict(peaks),
+    }

@@ -1,0 +1,89 @@
+"""A job's steps by the real scheduler and block pool, with made-up tokens and no model. Called by forecast.py for jobs
+of which that takes seconds."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from batchinfer.cache.block_pool import BlockPool
+from batchinfer.config import SchedulerConfig
+from batchinfer.engine.stats import attention_work
+from batchinfer.planning.step_trace import Forecast, StepTrace
+from batchinfer.request import Request
+from batchinfer.scheduler_output import SchedulerOutput, StepResult
+from batchinfer.scheduling.scheduler import Scheduler
+from batchinfer.sequence import Sequence as RunningSequence
+
+_FIRST_TOKEN = 2**30  # beyond any vocabulary
+
+
+class CacheBlocks(NamedTuple):
+    """The block pool of a run."""
+
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+
+
+def simulate(
+    requests: Sequence[Request],
+    expected_tokens: Iterable[int],
+    config: SchedulerConfig,
+    blocks: CacheBlocks,
+    layers_by_window: Mapping[int | None, int],
+    max_model_len: int,
+) -> Forecast:
+    """expected_tokens: that each request generates, at most its max_tokens. The requests are in the order in which the
+    engine gets them. layers_by_window: how many layers attend to so many tokens at most, None standing for all."""
+    pool = BlockPool(*blocks)
+    scheduler = Scheduler(config, pool, max_model_len=max_model_len)
+    recorder = _Recorder(layers_by_window)
+    sequences = [RunningSequence(request, 0.0) for request in requests]
+    lengths = dict(zip(map(id, sequences), expected_tokens, strict=True))
+    for sequence in sequences:
+        scheduler.add(sequence)
+    tokens = count(_FIRST_TOKEN)  # no two alike, so that no completion is taken for another one's beginning
+    while scheduler.has_unfinished:
+        output = scheduler.schedule()
+        assert output is not None, "the scheduler has unfinished requests but runs none of them"
+        recorder.add(output, pool.num_used_blocks)
+        for sequence, token in scheduler.commit(output, _made_up(output, tokens)).sampled:
+            if token == -1 or len(sequence.output_token_ids) >= lengths[id(sequence)]:
+                scheduler.finish(sequence, "length")
+    return recorder.forecast(sequences)
+
+
+def _made_up(output: SchedulerOutput, tokens: "count[int]") -> StepResult:
+    sampled = [next(tokens) if samples else -1 for samples in output.samples.tolist()]
+    return StepResult(output.step_id, np.array(sampled, np.int32), np.ones(len(sampled), np.bool_))
+
+
+class _Recorder:
+    """Adds up steps as they are scheduled."""
+
+    def __init__(self, layers_by_window: Mapping[int | None, int]) -> None:
+        self._layers_by_window = layers_by_window
+        self._steps: list[tuple[float, ...]] = []
+
+    def add(self, output: SchedulerOutput, used_blocks: int) -> None:
+        scheduled = output.num_scheduled_tokens.astype(np.int64)
+        work = attention_work(output.num_computed_tokens, scheduled, self._layers_by_window)
+        sizes = (len(scheduled), int(scheduled.sum()), int(output.samples.sum()))
+        self._steps.append((1.0, *sizes, *work, used_blocks))
+
+    def forecast(self, sequences: Sequence[RunningSequence]) -> Forecast:
+        steps = np.array(self._steps, np.float64).reshape(-1, 7).T
+        trace = StepTrace(*steps)
+        cached = sum(sequence.num_cached_tokens for sequence in sequences)
+        outputs = sum(len(sequence.output_token_ids) for sequence in sequences)
+        ever = sum(max(s.num_prompt_tokens, s.num_confirmed_tokens - 1) for s in sequences)
+        return Forecast(
+            trace,
+            preemptions=sum(sequence.num_preemptions for sequence in sequences),
+            recomputed_tokens=max(0, int(trace.tokens.sum()) - (ever - cached)),
+            cached_tokens=cached,
+            output_tokens=outputs,
+            is_exact=True,
+        )
