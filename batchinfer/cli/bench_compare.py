@@ -68,13 +68,24 @@ def compare(
     if confirm:
         figures, text = _confirm(ctx, quantized_model, repeat)
     else:
-        figures = compared(effective_options(ctx), cross_product(parse_variations(vary)), repeat, _say)
+        figures = _compare(ctx, vary, repeat)
         text = comparison_table(figures)
     if json_file is not None:
         json_file.write(json.dumps(figures, indent=2) + "\n")
     if markdown is not None:
         markdown.write(text + "\n")
     click.echo(text)
+
+
+def _compare(ctx: click.Context, vary: tuple[str, ...], rounds: int) -> Figures:
+    variations = parse_variations(vary)
+    own = {variation.option: variation.values[0] for variation in variations if variation.option == "input"}
+    options = effective_options(ctx, own)
+    for variation in variations:
+        if options[variation.option].source == "flag":
+            flag = "--" + variation.option.replace("_", "-")
+            raise click.UsageError(f"{flag} is given and varies, too; leave out one of the two", ctx)
+    return compared(options, cross_product(variations), rounds, _say)
 
 
 def _confirm(ctx: click.Context, quantized_model: str | None, rounds: int) -> tuple[Figures, str]:

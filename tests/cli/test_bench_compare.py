@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_jobs import save_tiny_model, write_jsonl
 
+from batchinfer.cli import bench_compare
 from batchinfer.cli import main as command_line
 from batchinfer.comparison import child
 
@@ -51,11 +52,16 @@ def test_variants_are_measured_and_written_in_the_order_asked_for(tmp_path: Path
         assert variant["output_tokens_per_s"] == variant["runs"][0]["output_tokens_per_s"] > 0
 
 
-def test_a_variant_that_cannot_run_is_one_line(job: list[str], capsys) -> None:
-    assert call(*job, "--vary", "kv_cache_memory=100,1MiB") == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(errors) == 1
-    assert errors[0].startswith("batchinfer: error: variant kv_cache_memory=100: the KV cache may take 100 bytes")
+def test_a_variant_that_cannot_run_is_one_line(job: list[str], capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; print('batchinfer: error: no room', file=sys.stderr); sys.exit(2)"
+    monkeypatch.setattr(child, "_START", code)
+    assert call(*job, "--vary", "max_num_seqs=1,2") == 2
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "batchinfer: run 1 of 4: max_num_seqs=1",
+        "batchinfer: error: variant max_num_seqs=1: no room",
+    ]
+    assert captured.out == ""
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,7 @@ def test_a_variant_that_cannot_run_is_one_line(job: list[str], capsys) -> None:
         (["--vary", "dtype=bf16,fp8"], "'fp8' is not one of auto, bf16, fp16, fp32"),
         (["--vary", "top_p=0.5,7"], "variant top_p=7: top_p = 7.0: must be above 0 and at most 1"),
         (["--vary", "max_num_seqs=1,2", "--repeat", "0"], "--repeat"),
+        (["--vary", "temperature=0,1"], "--temperature is given and varies, too"),
     ],
 )
 def test_usage_mistakes_are_one_line_before_anything_runs(job: list[str], capsys, options, words) -> None:
@@ -74,6 +81,20 @@ def test_usage_mistakes_are_one_line_before_anything_runs(job: list[str], capsys
     assert words in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_the_input_may_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    asked = []
+
+    def compared(options, variants, rounds, report):
+        asked.extend(variant.values for variant in variants)
+        return {"variants": [], "rounds": rounds}
+
+    monkeypatch.setattr(bench_compare, "compared", compared)
+    monkeypatch.setattr(bench_compare, "comparison_table", lambda figures: f"{figures['rounds']} rounds")
+    assert call("bench", "compare", "--vary", "input=a.jsonl,b.jsonl") == 0
+    assert asked == [{"input": ("a.jsonl",)}, {"input": ("b.jsonl",)}]
+    assert capsys.readouterr().out == "2 rounds\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
