@@ -18,6 +18,7 @@ from batchinfer.models.loader import generation_config
 from batchinfer.models.resolve import resolve_model
 from batchinfer.options import coerce, did_you_mean
 from batchinfer.request import Request, Result, SamplingParams
+from batchinfer.scheduling.window import Window
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -79,9 +80,11 @@ class LLM:
         engine = self._local.engine
         results = {entry.id: entry for entry in entries if isinstance(entry, Result)}
         try:
-            for entry in entries:
-                if isinstance(entry, Request):
-                    engine.add(entry)
+            window = Window(self._config.scheduler, engine.block_size, engine.expected_output_tokens)
+            window.add([entry for entry in entries if isinstance(entry, Request)])
+            while len(window):
+                for request in window.take()[0]:
+                    engine.add(request)
             while engine.has_unfinished:
                 results |= {result.id: result for result in engine.step()}
         except BaseException:

@@ -6,6 +6,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from batchinfer.cache.block_pool import BlockPool, key_domain
 from batchinfer.config import SchedulerConfig
 from batchinfer.engine.completion import Completion, error_result
@@ -50,6 +53,7 @@ class Engine:
         if max_model_len > capacity:
             raise ValueError(f"max_model_len = {max_model_len}: must be at most the {capacity} tokens of the KV cache")
         self.max_model_len = max_model_len
+        self.block_size = block_pool.block_size
         self.vocab_size = model.vocab_size
         self.stats = EngineStats(block_pool.num_blocks, Counter(sliding_windows))
         self._block_pool = block_pool
@@ -77,6 +81,10 @@ class Engine:
     @property
     def num_running(self) -> int:
         return self._scheduler.num_running
+
+    def expected_output_tokens(self, requests: list[Request]) -> npt.NDArray[np.float64]:
+        """How long the answers to requests that have not begun are likely to be [num_requests]."""
+        return self._scheduler.expected_output_tokens(requests)
 
     def add(self, request: Request, arrival_time: float | None = None) -> None:
         """Queues a request; its Result comes from a later step(), an error where the request cannot run at all.

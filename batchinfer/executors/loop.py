@@ -1,6 +1,7 @@
 """The main loop of one replica: rows from a feeder into an engine, results into a sink. Driven by the pipeline."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
@@ -10,6 +11,7 @@ from batchinfer.data.feeder import Feeder
 from batchinfer.engine.engine import Engine
 from batchinfer.process import StopSignals
 from batchinfer.request import Request, Result
+from batchinfer.scheduling.window import Window
 
 
 class Ending(Enum):
@@ -70,31 +72,68 @@ def run_loop(
     After a deadline the rows that have started are finished
     and no other starts, unless a signal comes; after any other ending they are left.
     """
-    while not feeder.is_exhausted or engine.has_unfinished:
+    intake = _Intake(engine, feeder, sink, config)
+    while not intake.is_exhausted or engine.has_unfinished:
         ending = should_end()
         if ending is Ending.DEADLINE:
             _finish_running(engine, sink, should_end)
         if ending is not None:
             return ending
-        _feed(engine, feeder, sink, config)
-        sink.add(engine.step())
+        intake.top_up()
+        results = engine.step()
+        intake.num_finished += len(results)
+        sink.add(results)
     return Ending.COMPLETE
 
 
-def _feed(engine: Engine, feeder: Feeder, sink: Sink, config: SchedulerConfig) -> None:
-    """Tops up the waiting queue; waits for the reader only where the engine has nothing to do, and before a static
-    batch, which would otherwise start with the few rows that are ready."""
-    gathers = config.batching == "static" and engine.num_running == 0
-    while engine.num_waiting < config.max_num_seqs and not feeder.is_exhausted:
-        entries = feeder.take(wait=gathers or not engine.has_unfinished)
-        if not entries:
-            return
-        for entry in entries:
-            if isinstance(entry, Request) and entry.id.sample == 0:
-                sink.expect(entry.id.shard, entry.id.row, entry.params.n)
-            if isinstance(entry, Request):
-                engine.add(entry)
-        sink.add([entry for entry in entries if isinstance(entry, Result)])
+class _Intake:
+    """Rows on their way from the feeder through the window to the engine's waiting queue, which is kept as short as the
+    next step allows: what waits there can no longer be put into a better order."""
+
+    def __init__(self, engine: Engine, feeder: Feeder, sink: Sink, config: SchedulerConfig) -> None:
+        self.num_finished = 0  # requests; written by the loop
+        self._engine = engine
+        self._feeder = feeder
+        self._sink = sink
+        self._config = config
+        self._window = Window(config, engine.block_size, engine.expected_output_tokens)
+        self._waiting_tokens: deque[int] = deque()  # that the requests handed out last are to compute
+
+    @property
+    def is_exhausted(self) -> bool:
+        """The engine has been given all rows."""
+        return self._feeder.is_exhausted and not len(self._window)
+
+    def top_up(self) -> None:
+        """Before each step."""
+        self._read()
+        self._window.look(self.num_finished)
+        while len(self._window) and self._has_room():
+            row, num_tokens = self._window.take()
+            self._sink.expect(row[0].id.shard, row[0].id.row, row[0].params.n)
+            for request in row:
+                self._engine.add(request)
+            self._waiting_tokens += [num_tokens, *[1] * (len(row) - 1)]
+
+    def _read(self) -> None:
+        """Takes what is ready. Waits only where there is nothing else to do, and before a static batch, which would
+        otherwise start with the few rows that are ready."""
+        gathers = self._config.batching == "static" and self._engine.num_running == 0
+        while not self._window.is_full and not self._feeder.is_exhausted:
+            has_work = self._engine.has_unfinished or len(self._window) > 0
+            entries = self._feeder.take(wait=gathers or not has_work)
+            if not entries:
+                return
+            self._window.add([entry for entry in entries if isinstance(entry, Request)])
+            self._sink.add([entry for entry in entries if isinstance(entry, Result)])
+
+    def _has_room(self) -> bool:
+        """Whether the engine could start another row in the next step, as far as can be told."""
+        num_waiting = self._engine.num_waiting
+        while len(self._waiting_tokens) > num_waiting:
+            self._waiting_tokens.popleft()
+        tokens_suffice = self._config.reorders and sum(self._waiting_tokens) >= self._config.max_num_batched_tokens
+        return num_waiting < self._config.max_num_seqs and not tokens_suffice
 
 
 def _finish_running(engine: Engine, sink: Sink, should_end: Callable[[], Ending | None]) -> None:

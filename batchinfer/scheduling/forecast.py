@@ -19,6 +19,7 @@ IntArray = npt.NDArray[np.int64]
 _ALLOWED_SHARE = 0.01  # of all computed tokens, to be computed again after preemptions
 _PRIOR_TOKENS = 20_000  # of work at the allowed share that a job is assumed to come with
 _LEAST_CAUTION, _MOST_CAUTION = 0.25, 4.0
+_RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as none has ended
 _UPDATE_STEPS = 64  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
 
@@ -94,12 +95,17 @@ class Forecast:
         self._lengths = lengths
         self._running: _Running | None = None  # at this step; made where it is needed
         self._steps_to_update = _UPDATE_STEPS
+        self._refused: tuple[Sequence, int] | None = None  # the last that had to wait, and table.num_changes then
+        self._steps_to_retry = 0
 
     def begin_step(self) -> None:
         self._running = None
         self._steps_to_update -= 1
+        self._steps_to_retry -= 1
 
     def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+        if self._refused == (sequence, self._table.num_changes) and self._steps_to_retry > 0:
+            return None
         pool, running = self._pool, self._current()
         num_used = pool.num_used_blocks
         cached = cached_blocks(pool, sequence, token_ids)
@@ -109,6 +115,7 @@ class Forecast:
         fits = num_new <= pool.num_free_blocks and (self._table.num_running == 0 or self._fits(with_it))
         if not fits:
             pool.free(cached)
+            self._refused, self._steps_to_retry = (sequence, self._table.num_changes), _RETRY_STEPS
             return None
         self._running = with_it
         return cached + pool.allocate(num_new), len(cached)
@@ -144,8 +151,7 @@ class Forecast:
 
     def _update_lengths(self) -> None:
         if self._lengths.is_stale or self._steps_to_update <= 0:
-            slots = self._table.in_admission_order()
-            self._lengths.update(self._table.length_class[slots], self._table.num_generated(slots))
+            self._table.teach(self._lengths)
             self._steps_to_update = _UPDATE_STEPS
 
     def _look(self) -> _Running:

@@ -1,6 +1,8 @@
 """How long answers become: at first up to what is allowed, then as those of like requests that have run. Fed by the
 scheduler; read by the order of a job and by admission."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -81,9 +83,10 @@ class OutputLengths:
         self._rising = (self._hazard + _NEVER * np.arange(len(rates))[:, None]).ravel()  # all curves in one
         self._num_ended_at_update = self._num_ended
 
-    def expected(self, classes: IntArray, max_tokens: IntArray) -> FloatArray:
-        """Mean length of answers that have not begun."""
-        return self._at(self._mean, classes, max_tokens.astype(np.float64))
+    def expected(self, requests: Sequence[Request]) -> FloatArray:
+        """Mean length of the answers to requests that have not begun [num_requests]."""
+        classes = np.array([self.class_of(request) for request in requests], np.int64)
+        return self._at(self._mean, classes, np.array([request.max_tokens for request in requests], np.float64))
 
     def remaining(self, classes: IntArray, num_tokens: IntArray, max_tokens: IntArray, levels: FloatArray) -> IntArray:
         """The tokens that each answer will still generate after num_tokens: the length that a share `levels` of the

@@ -4,6 +4,7 @@ few vector operations whatever the number of sequences. Owned by the scheduler."
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.scheduling.lengths import OutputLengths
 from batchinfer.sequence import Sequence
 
 IntArray = npt.NDArray[np.int64]
@@ -44,6 +45,7 @@ class RunningTable:
         self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
         self.num_computed = 0  # tokens of all steps so far
         self.num_recomputed = 0  # of them, those that preempted sequences had computed before
+        self.num_changes = 0  # sequences placed and vacated so far
         self._num_placed = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._admitted: dict[int, None] = {}  # running slots in the order of admission
@@ -87,12 +89,14 @@ class RunningTable:
         self.num_computed += count
         self.num_recomputed += min(count, max(0, sequence.num_lost_tokens - num_cached_tokens))
         self._num_placed += 1
+        self.num_changes += 1
         self._admitted[slot] = None
         self._order = None
         return slot
 
     def vacate(self, slot: int) -> None:
         """The slot's sequence runs no more; the slot retires."""
+        self.num_changes += 1
         del self._admitted[slot]
         self._order = None
 
@@ -117,6 +121,11 @@ class RunningTable:
     def num_generated(self, slots: IntArray) -> IntArray:
         """Tokens of the answers, those in flight included."""
         return self.known[slots] + self.in_flight[slots] - self.num_prompt_tokens[slots]
+
+    def teach(self, lengths: OutputLengths) -> None:
+        """Works out the lengths anew, by what runs now."""
+        slots = self.in_admission_order()
+        lengths.update(self.length_class[slots], self.num_generated(slots))
 
     def sequences_in(self, slots: IntArray) -> list[Sequence]:
         return [sequence for slot in slots.tolist() if (sequence := self.sequences[slot]) is not None]

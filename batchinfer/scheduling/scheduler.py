@@ -9,12 +9,12 @@ import numpy as np
 
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
-from batchinfer.request import FinishReason
+from batchinfer.request import FinishReason, Request
 from batchinfer.scheduler_output import SchedulerOutput, StartedSequence, StepResult
 from batchinfer.scheduling.batching import Batching, Continuous, Static
 from batchinfer.scheduling.faults import trace_faults
 from batchinfer.scheduling.forecast import admission_rule
-from batchinfer.scheduling.lengths import OutputLengths
+from batchinfer.scheduling.lengths import FloatArray, OutputLengths
 from batchinfer.scheduling.running_table import IntArray, RunningTable, num_tokens_to_compute, token_slice
 from batchinfer.scheduling.steps import StepInFlight, StepOutcome
 from batchinfer.scheduling.waiting_queue import WaitingQueue
@@ -54,8 +54,8 @@ class Scheduler:
         self._clock = clock
         self._table = RunningTable(config.max_num_seqs, block_pool.block_size)
         self._waiting = WaitingQueue()
-        self.lengths = OutputLengths()
-        self._admission = admission_rule(config, self._table, block_pool, self.lengths, max_model_len)
+        self._lengths = OutputLengths()
+        self._admission = admission_rule(config, self._table, block_pool, self._lengths, max_model_len)
         self._batching: Batching = Static(config.max_num_seqs) if config.batching == "static" else Continuous()
         self._steps: deque[StepInFlight] = deque()
         self._next_step_id = 0
@@ -74,6 +74,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return len(self._waiting) > 0 or self._table.num_running > 0
+
+    def expected_output_tokens(self, requests: list[Request]) -> FloatArray:
+        """How long the answers to requests that have not begun are likely to be, by those seen so far."""
+        self._table.teach(self._lengths)
+        return self._lengths.expected(requests)
 
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence at the end of the waiting queue. Raises ValueError where the whole pool could not hold
@@ -160,7 +165,7 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed_tokens = num_cached_tokens + count
         num_own = self._pool.num_used_blocks - num_used
-        length_class = self.lengths.class_of(sequence.request)
+        length_class = self._lengths.class_of(sequence.request)
         slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, num_own, length_class)
         self._register_full_blocks(np.array([slot]))
         block_ids = tuple(sequence.block_table)
@@ -238,7 +243,7 @@ class Scheduler:
         num_tokens = len(sequence.output_token_ids)
         is_cut = num_tokens >= sequence.request.max_tokens
         self._end(sequence)
-        self.lengths.add(self.lengths.class_of(sequence.request), num_tokens, is_cut)
+        self._lengths.add(self._lengths.class_of(sequence.request), num_tokens, is_cut)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 

@@ -161,7 +161,8 @@ def test_rows_preempted_again_and_again_get_the_answers_of_an_ample_cache(tmp_pa
     ample = run(tiny_model, path, "--output-token-ids")
     assert sum(row["num_preemptions"] for row in ample) == 0
     bytes_per_token = 2 * 4 * 2 * 2 * 16  # keys and values in float32, 2 layers, 2 heads of 16
-    scarce = run(tiny_model, path, "--kv-cache-memory", 2 * CONTEXT * bytes_per_token, "--output-token-ids")
+    cache = ["--kv-cache-memory", 2 * CONTEXT * bytes_per_token, "--admission", "greedy"]
+    scarce = run(tiny_model, path, *cache, "--output-token-ids")
     assert sum(row["num_preemptions"] for row in scarce) > 0
     assert stats(tmp_path)["preemptions"] == sum(row["num_preemptions"] for row in scarce)
     assert without_times(scarce) == without_times(ample)
