@@ -1,8 +1,12 @@
-"""Percentiles of a stream of numbers in bounded memory. Plain: used by summary.py and by the engine's statistics."""
+"""Percentiles of a stream of numbers in bounded memory. Plain: used by summary.py, the engine's statistics and
+report/."""
 
 import math
 from array import array
 from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -38,9 +42,22 @@ class Distribution:
             self._buckets[self._bucket(value)] += 1
             return
         self._values.append(value)
-        if len(self._values) > self._exact_limit:
-            self._buckets = Counter(map(self._bucket, self._values))
-            self._values = array("d")
+        self._stay_small()
+
+    def add_many(self, values: npt.NDArray[np.float64]) -> None:
+        """The same for an array. Raises ValueError where one of the values is negative or not finite."""
+        if not len(values):
+            return
+        if not (np.isfinite(values).all() and values.min() >= 0):
+            raise ValueError("values: must all be finite and 0 or more")
+        self.count += len(values)
+        self.total += float(values.sum())
+        self.min, self.max = min(self.min, float(values.min())), max(self.max, float(values.max()))
+        if self._buckets is None:
+            self._values.frombytes(values.astype(np.float64).tobytes())
+            self._stay_small()
+        else:
+            self._buckets.update(self._bucket_counts(values))
 
     def percentile(self, share: float) -> float | None:
         """The value below which `share` (0 to 1) of the numbers lie; None where there are none."""
@@ -57,6 +74,27 @@ class Distribution:
             return dict.fromkeys(("mean", *_QUANTILES, "max"))
         quantiles = {name: self.percentile(share) for name, share in _QUANTILES.items()}
         return {"mean": self.total / self.count, **quantiles, "max": self.max}
+
+    def ordered(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """(rising values, how many numbers each stands for): the numbers themselves, or the middles of their buckets
+        within the smallest and the largest number."""
+        if self._buckets is None:
+            return np.sort(np.array(self._values)), np.ones(len(self._values), np.int64)
+        buckets = sorted(self._buckets)
+        middles = np.array([self._middle(bucket) for bucket in buckets])
+        return middles.clip(self.min, self.max), np.array([self._buckets[bucket] for bucket in buckets])
+
+    def _stay_small(self) -> None:
+        if len(self._values) > self._exact_limit:
+            self._buckets = Counter(self._bucket_counts(np.array(self._values)))
+            self._values = array("d")
+
+    def _bucket_counts(self, values: npt.NDArray[np.float64]) -> dict[int, int]:
+        places = np.zeros(len(values), np.int64)
+        is_small = values < self._SMALLEST
+        places[~is_small] = 1 + np.floor(np.log(values[~is_small] / self._SMALLEST) / self._LOG_GROWTH)
+        buckets, counts = np.unique(places, return_counts=True)
+        return dict(zip(buckets.tolist(), counts.tolist(), strict=True))
 
     def _order_statistics(self, first: int, second: int) -> tuple[float, float]:
         """The values at two adjacent (or equal) places of the sorted numbers."""

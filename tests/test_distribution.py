@@ -47,6 +47,43 @@ def test_many_latencies(sigma):
     assert summary["max"] == numbers.max()
 
 
+@pytest.mark.parametrize("exact_limit", [50, 1000])
+def test_an_array_counts_as_its_numbers(exact_limit):
+    numbers = np.append(np.random.default_rng(5).lognormal(3.0, 2.0, 300), [0.0, 1e-9])
+    one_by_one, at_once = fill(numbers, exact_limit), Distribution(exact_limit)
+    for chunk in np.split(numbers, [0, 7, 40, 90]):
+        at_once.add_many(chunk)
+    assert at_once.summary() == pytest.approx(one_by_one.summary())
+    assert (at_once.count, at_once.min, at_once.max) == (302, 0.0, numbers.max())
+    for mine, others in zip(at_once.ordered(), one_by_one.ordered(), strict=True):
+        assert mine.tolist() == pytest.approx(others.tolist())
+
+
+@pytest.mark.parametrize(("exact_limit", "tolerance"), [(5000, 0.0), (100, 0.0051)])
+def test_ordered_numbers_make_histograms(exact_limit, tolerance):
+    """Once bucketed, numbers move by half a bucket at most, so that a count lies between those of shifted edges."""
+    numbers = np.random.default_rng(9).lognormal(2.0, 1.0, 3000)
+    values, counts = fill(numbers, exact_limit).ordered()
+    assert (np.diff(values) >= 0).all()
+    edges = np.geomspace(0.1, 200, 25)
+    below = np.cumsum(np.histogram(values, edges, weights=counts)[0])
+    lowest = np.searchsorted(np.sort(numbers), edges[1:] * (1 - tolerance)) - np.sum(numbers < edges[0])
+    highest = np.searchsorted(np.sort(numbers), edges[1:] * (1 + tolerance), side="right") - np.sum(numbers < edges[0])
+    assert ((lowest - 1 <= below) & (below <= highest + 1)).all()
+    assert counts.sum() == 3000
+
+
+def test_nothing_makes_an_empty_histogram():
+    values, counts = Distribution().ordered()
+    assert (len(values), len(counts)) == (0, 0)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_faulty_array(value):
+    with pytest.raises(ValueError, match="all be finite and 0 or more"):
+        Distribution().add_many(np.array([1.0, value]))
+
+
 def test_memory_is_bounded():
     """20,000 distinct numbers over five decades take no more buckets than five decades have steps of 1%."""
     numbers = 10 ** np.random.default_rng(1).uniform(-2, 3, 20_000)

@@ -41,7 +41,7 @@ def test_the_wheel_holds_one_package(wheel_names):
 
 def test_the_wheel_holds_every_module(wheel_names):
     folders = {"": ROOT / "batchinfer", "batchinfer/": ROOT / "kernels"}
-    kinds = (".py", ".cpp", ".h")
+    kinds = (".py", ".cpp", ".h", ".html", ".css")
     sources = {
         f"{prefix}{path.relative_to(ROOT)}"
         for prefix, folder in folders.items()

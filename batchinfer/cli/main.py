@@ -12,6 +12,7 @@ from batchinfer.cli.build import build
 from batchinfer.cli.evaluate import evaluate
 from batchinfer.cli.plan import plan
 from batchinfer.cli.quantize import quantize
+from batchinfer.cli.report import report
 from batchinfer.cli.run import run
 from batchinfer.cli.show import show
 from batchinfer.errors import BatchInferError, ExitCode
@@ -28,6 +29,7 @@ def batchinfer() -> None:
 batchinfer.add_command(run)
 batchinfer.add_command(plan)
 batchinfer.add_command(show)
+batchinfer.add_command(report)
 batchinfer.add_command(bench)
 batchinfer.add_command(evaluate)
 batchinfer.add_command(quantize)

@@ -1,5 +1,8 @@
-"""Reads an output back in its row order, results apart from input columns. Used by `batchinfer show`."""
+"""Reads an output back in its row order, results apart from input columns. Used by `batchinfer show`, and a column at a
+time by report/."""
 
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +18,9 @@ from batchinfer.data.result_schema import result_schema
 from batchinfer.errors import UsageError
 
 _BATCH_ROWS = 64  # become Python values together, though the reader may want but a few
+_COLUMN_BATCH_ROWS = 16384
+_JSONL_BATCH_ROWS = 1024
+ID_COLUMNS = ("id", "custom_id")  # of the input, of which one names a row to its owner
 _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _ADVICE = "it may be cut short or of another format"
 
@@ -49,6 +55,20 @@ def iter_output(target: str, rows: Sequence[range], only_errors: bool = False) -
             first += num_rows
 
 
+def iter_results(target: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The chosen columns of the results of a whole output, named without the job's --output-prefix, and `input_id`, the
+    value of the first of ID_COLUMNS that the input has: as it is in Parquet, as text from JSON Lines, else null.
+
+    Of Parquet no other column is decoded. Raises UsageError as iter_output does.
+    """
+    for location in _files(target):
+        with naming_faults(location.uri, UsageError, _ADVICE):
+            if location.name.endswith(_JSONL):
+                yield from _jsonl_results(location, names)
+                return
+            yield from _parquet_results(location, names)
+
+
 def _files(target: str) -> list[Location]:
     location = locate(target)
     with naming_faults(location.uri, UsageError, "check the rights to it"):
@@ -79,6 +99,36 @@ class _Columns:
     def row(self, number: int, values: dict[str, Any]) -> OutputRow:
         inputs = {name: value for name, value in values.items() if name not in self._short_names}
         return OutputRow(number, inputs, {short: values[name] for name, short in self._short_names.items()})
+
+    def results(self, names: Sequence[str]) -> dict[str, str]:
+        """Columns of the file, with what iter_results calls them."""
+        own_id = next((name for name in ID_COLUMNS if name in self.names and name not in self._short_names), None)
+        ids = {} if own_id is None else {own_id: "input_id"}
+        return ids | {self.prefix + name: name for name in names}
+
+
+def _parquet_results(location: Location, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    schema, num_rows = inspect_parquet(location)
+    columns = _Columns(schema.names, location.uri).results(names)
+    wanted = pa.schema([schema.field(name) for name in columns])
+    for _, batch in iter_parquet(location.uri, wanted, 0, num_rows, _COLUMN_BATCH_ROWS):
+        renamed = batch.rename_columns(list(columns.values()))
+        if "input_id" not in columns.values():
+            renamed = renamed.append_column("input_id", pa.nulls(batch.num_rows))
+        yield renamed
+
+
+def _jsonl_results(location: Location, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    schema = pa.schema([result_schema().field(name) for name in names] + [pa.field("input_id", pa.string())])
+    rows = _read_jsonl(location, [range(2**62)], only_errors=False)
+    while chunk := list(itertools.islice(rows, _JSONL_BATCH_ROWS)):
+        values = [{**{name: row.result[name] for name in names}, "input_id": _own_id(row.inputs)} for row in chunk]
+        yield pa.RecordBatch.from_pylist(values, schema)
+
+
+def _own_id(inputs: dict[str, Any]) -> str | None:
+    value = next((inputs[name] for name in ID_COLUMNS if inputs.get(name) is not None), None)
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _within(rows: Sequence[range], start: int, stop: int) -> Iterator[range]:

@@ -4,6 +4,7 @@ the LLM class and evaluation/."""
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,9 @@ class LocalEngine:
     work: StepWork
 
     def figures(self) -> dict[str, Any]:
-        """EngineStats.to_dict() with what its counts stand for, and on which machine."""
-        machine = machine_name(self.device)
-        return {**self.engine.stats.to_dict(), "machine": machine, "step_work": self.work.to_json()}
+        """EngineStats.to_dict() with what its counts stand for, and on which machine and until when it ran."""
+        place = {"machine": machine_name(self.device), "ended_at": datetime.now(UTC).isoformat(timespec="seconds")}
+        return {**self.engine.stats.to_dict(), **place, "step_work": self.work.to_json()}
 
 
 def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LocalEngine:

@@ -1,0 +1,62 @@
+"""Makes the page of a finished job and the files of its plots. Called by the command line."""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from batchinfer.data.read_output import iter_results
+from batchinfer.data.storage import open_storage
+from batchinfer.report.figures import draw, plots
+from batchinfer.report.job_files import FinishedJob, open_job
+from batchinfer.report.page import render
+from batchinfer.report.row_figures import COLUMNS, collect
+from batchinfer.roofline import DevicePeaks, load_peaks, machine_name
+
+
+class Written(NamedTuple):
+    """Where the report is."""
+
+    page: str
+    png_folder: str
+    num_pngs: int
+
+
+def write_report(target: str, page: str | None = None, png_folder: str | None = None) -> Written:
+    """Reads the output at `target`, its directory or single file, and writes the page and the plots, each whole or not
+    at all.
+
+    page: default _report.html in the directory, as readers of Parquet pass over such names, or FILE.report.html.
+    png_folder: default _report, or FILE.report. Raises UsageError where there is no finished output, BatchInferError
+    where nothing can be written.
+    """
+    job = open_job(target)
+    rows = collect(iter_results(target, COLUMNS))
+    peaks = known_peaks(job.stats)
+    drawn = [draw(plot) for plot in plots(job.stats, rows, peaks)]
+    page = page or _beside(job, "_report.html", ".report.html")
+    png_folder = png_folder or _beside(job, "_report", ".report")
+    for one in drawn:
+        _put(f"{png_folder.rstrip('/')}/{one.plot.name}.png", one.png)
+    _put(page, render(job, rows, drawn, peaks).encode())
+    return Written(page, png_folder, len(drawn))
+
+
+def known_peaks(stats: Mapping[str, Any]) -> DevicePeaks | None:
+    """Those stored for the machine that the job ran on, where it is this one: in the job's dtype, else in the one that
+    was measured last."""
+    device, dtype = stats["device"], stats["work"]["dtype"]
+    if stats["machine"] != machine_name(device):
+        return None
+    return load_peaks(device, dtype) or load_peaks(device)
+
+
+def _beside(job: FinishedJob, in_directory: str, suffix: str) -> str:
+    layout = job.layout
+    return f"{layout.root.rstrip('/')}/{layout.file + suffix if layout.file else in_directory}"
+
+
+def _put(path: str, data: bytes) -> None:
+    folder, _, name = (
+        path.rpartition("/") if "://" in path else os.path.abspath(os.path.expanduser(path)).rpartition("/")
+    )
+    open_storage(folder or "/", ".").put(name, data)
