@@ -96,6 +96,7 @@ def summarise(requests: RequestStatistics, engine: Mapping[str, Any], run: RunFi
     total_tokens = requests.prompt_tokens + requests.completion_tokens
     return {
         **requests.to_json(),
+        "recomputed_tokens": engine["recomputed_tokens"],
         "rows_resumed": run.rows_resumed,
         "output_tokens_per_s": _rate(requests.completion_tokens, run.busy_seconds),
         "total_tokens_per_s": _rate(total_tokens, run.busy_seconds),

@@ -69,6 +69,11 @@ _COLUMNS = (
     _Column("peak KV", _peak_kv),
     _Column("mean batch", lambda entry, first: f"{entry['batch_size']['mean']:.1f}"),
     _Column("preemptions", _count("preemptions")),
+    _Column(
+        "recomputed tokens",
+        _count("recomputed_tokens"),
+        lambda entries: any(entry["recomputed_tokens"] for entry in entries),
+    ),
     _Column("prompt tokens cached", _count("cached_prompt_tokens"), _differs("cached_prompt_tokens")),
     _Column("tokens in", _count("prompt_tokens"), _differs("prompt_tokens")),
     _Column("tokens out", _count("completion_tokens"), _differs("completion_tokens")),

@@ -12,6 +12,7 @@ def figures(speed: float = 100.0, completion_tokens: int = 60, **more: Any) -> d
         "completion_tokens": completion_tokens,
         "finish_reasons": {"stop": 0, "length": 3, "error": 0},
         "preemptions": 0,
+        "recomputed_tokens": 0,
         "output_tokens_per_s": speed,
         "ttft_ms": dict(latencies),
         "tbt_ms": dict(latencies),

@@ -128,8 +128,11 @@ def test_energy_is_shown_where_each_run_has_it_and_caching_where_it_differs():
     result, _ = run({8: [figures(energy_joules=1200.4)], 4: [figures(energy_joules=900.0)]}, 1)
     header, first, other = cells(result)
     assert (header[-1], first[-1], other[-1]) == ("CPU energy", "1,200 J", "900 J")
-    result, _ = run({8: [figures(energy_joules=1200.4)], 4: [figures(cached_prompt_tokens=16)]}, 1)
+    result, _ = run(
+        {8: [figures(energy_joules=1200.4)], 4: [figures(cached_prompt_tokens=16, recomputed_tokens=1234)]}, 1
+    )
     header, first, other = cells(result)
     assert "CPU energy" not in header
-    place = header.index("prompt tokens cached")
-    assert (first[place], other[place]) == ("0", "16")
+    for title, text in (("prompt tokens cached", "16"), ("recomputed tokens", "1,234")):
+        place = header.index(title)
+        assert (first[place], other[place]) == ("0", text)

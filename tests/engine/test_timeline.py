@@ -118,3 +118,5 @@ def test_preempted_sequences_are_counted_when_they_start_again():
     assert sum(columns["cached_prompt_tokens"]) == sum(r.cached_prompt_tokens for r in results.values())
     assert sum(columns["output_tokens"]) == engine.stats.sampled_tokens == 4 * 25
     assert max(columns["waiting_mean"]) >= 1
+    once = sum(9 - result.cached_prompt_tokens + 25 - 1 for result in results.values())  # the last is never computed
+    assert engine.stats.recomputed_tokens == engine.stats.scheduled_tokens - once > 0
