@@ -153,10 +153,8 @@ class Engine:
             self._steps.append((output, self._runner.submit(output)))
             started = [self._completions[start.request.id].sequence for start in output.started]
             restarts = [sequence.num_preemptions > 0 for sequence in started]
-            recomputed = zip(started, output.started, strict=True)
-            self.stats.recomputed_tokens += sum(
-                max(0, s.num_lost_tokens - o.num_computed_tokens) for s, o in recomputed
-            )
+            for sequence, start in zip(started, output.started, strict=True):
+                self.stats.recomputed_tokens += max(0, sequence.num_lost_tokens - start.num_computed_tokens)
             self.stats.add_step(output, restarts, self._scheduler.num_waiting, self._block_pool.num_used_blocks)
 
     def _commit(self) -> None:
