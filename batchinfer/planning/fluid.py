@@ -11,6 +11,7 @@ from batchinfer.engine.stats import attention_work
 from batchinfer.planning.prefixes import Sharing
 from batchinfer.planning.simulation import CacheBlocks
 from batchinfer.planning.step_trace import Forecast, IntArray, StepTrace
+from batchinfer.scheduling.forecast import usage_before_endings
 
 _ENDING_SHARE = 0.03  # of the running sequences may end within one run of steps
 _WATERMARK = 0.01  # share of the blocks that greedy admission leaves free
@@ -57,13 +58,18 @@ class _Flow:
         self._layers_by_window, self._max_model_len = layers_by_window, max_model_len
         self._running = np.zeros((5, 0), np.int64)
         self._next = 0  # the first request that has not started
+        self._places = 0  # left in the open batch, where batching is static
         self._preempted: list[IntArray] = []  # columns of _running, the next to resume last
         self._runs: list[tuple[float, ...]] = []
         self._num_preemptions = self._recomputed = 0
 
     @property
     def is_done(self) -> bool:
-        return self._next == len(self._requests.prompts) and not self._preempted and not self._running.shape[1]
+        return not self._is_waiting and not self._running.shape[1]
+
+    @property
+    def _is_waiting(self) -> bool:
+        return self._next < len(self._requests.prompts) or bool(self._preempted)
 
     def advance(self) -> None:
         """One step with what prompts it computes, and then the decode steps until some sequences end."""
@@ -77,9 +83,8 @@ class _Flow:
         scored = samples & (self._running[_LEFT] == 0)
         self._running[_LEFT] -= samples & ~scored
         self._record(counts, samples & ~scored)
-        waits = not samples.all() or self._may_admit_now()
         self._running = self._running[:, (self._running[_LEFT] > 0) | ~samples]
-        if not waits:
+        if samples.all() and not self._num_fitting():
             self._decode()
 
     # One step
@@ -95,13 +100,14 @@ class _Flow:
     def _after_mixed_step(self) -> IntArray:
         return self._running[_HELD] + self._counts()
 
-    def _used_blocks(self, held: IntArray) -> int:
-        if self._config.kv_allocation == "contiguous":
+    def _used_blocks(self, held: IntArray, running: IntArray | None = None) -> int:
+        """held: tokens of each. running: columns, of which it is; None: of all."""
+        running = self._running if running is None else running
+        if self._config.reserves:
             return len(held) * self._blocks_of(self._max_model_len)
-        shared = self._running[_SHARED]
-        known = np.maximum(held, self._running[_HELD] + self._running[_TODO])  # a prompt has its blocks from the start
-        own = -(-(known - shared) // self._blocks.block_size)
-        return int(own.sum()) + self._shared_blocks(self._running)
+        known = np.maximum(held, running[_HELD] + running[_TODO])  # a prompt has its blocks from the start
+        own = -(-(known - running[_SHARED]) // self._blocks.block_size)
+        return int(own.sum()) + self._shared_blocks(running)
 
     def _shared_blocks(self, running: IntArray) -> int:
         """Blocks of the beginnings that running sequences have in common."""
@@ -123,20 +129,29 @@ class _Flow:
             return
         rank = min(len(left) - 1, int(_ENDING_SHARE * len(left)))
         steps = int(np.partition(left, rank)[rank])
-        room = (self._blocks.num_blocks - self._used_blocks(self._running[_HELD])) * self._blocks.block_size
-        if self._used_blocks(self._running[_HELD] + np.minimum(left, steps)) > self._blocks.num_blocks:
-            steps = room // len(left)
+        if self._is_waiting and len(left) < self._config.max_num_seqs:  # for memory, which may suffice before one ends
+            steps = min(steps, self._blocks.block_size)
+        before = self._used_blocks(self._running[_HELD])
+        after = self._used_at_end(steps)
+        if after > self._blocks.num_blocks:
+            steps = (self._blocks.num_blocks - before) * self._blocks.block_size // len(left)
+            after = self._used_at_end(steps)
         if steps < 1:
             return
         counts = np.minimum(left, steps)
         middle = self._running[_HELD] + counts // 2
+        tokens, pairs = attention_work(middle, np.ones_like(middle), self._layers_by_window)
+        active = int(counts.sum()) / steps
+        share, used = active / len(counts), min(max(before, after), self._blocks.num_blocks)
+        self._runs.append((steps, active, active, active, tokens * share, pairs * share, used))
         self._running[_HELD] += counts
         self._running[_LEFT] -= counts
-        active = int(counts.sum()) / steps
-        tokens, pairs = attention_work(middle, np.ones_like(middle), self._layers_by_window)
-        share, used = active / len(counts), self._used_blocks(self._running[_HELD])
-        self._runs.append((steps, active, active, active, tokens * share, pairs * share, used))
         self._running = self._running[:, self._running[_LEFT] > 0]
+
+    def _used_at_end(self, steps: int) -> int:
+        """Blocks in use after so many decode steps, when those that end before have given theirs back."""
+        lasting = self._running[:, self._running[_LEFT] >= steps]
+        return self._used_blocks(lasting[_HELD] + steps, lasting)
 
     def _record(self, counts: IntArray, samples: IntArray) -> None:
         """Of one step that has just been taken."""
@@ -147,20 +162,15 @@ class _Flow:
 
     # Admission
 
-    def _may_admit_now(self) -> bool:
-        """Whether others start in the very next step, as this one's tokens were all taken."""
-        is_waiting = self._next < len(self._requests.prompts) or bool(self._preempted)
-        return is_waiting and self._config.batching == "continuous" and self._num_fitting() > 0
-
     def _admit(self) -> None:
-        if self._config.batching == "static" and self._running.shape[1] and not self._preempted:
-            return
+        if not self._running.shape[1] and not self._preempted:
+            self._places = self._config.max_num_seqs
         while self._preempted and self._num_fitting():
             self._running = np.concatenate([self._running, self._preempted.pop()[:, None]], axis=1)
         if not self._preempted and (count := self._num_fitting()):
-            columns = self._candidates(count)
-            self._running = np.concatenate([self._running, columns], axis=1)
+            self._running = np.concatenate([self._running, self._candidates(count)], axis=1)
             self._next += count
+            self._places -= count
 
     def _candidates(self, count: int) -> IntArray:
         """The columns of the next requests."""
@@ -177,6 +187,8 @@ class _Flow:
         backlog = int(self._running[_TODO].sum())
         budget = self._config.max_num_batched_tokens - decoding - backlog
         free_slots = self._config.max_num_seqs - self._running.shape[1]
+        if self._config.batching == "static" and not self._preempted:
+            free_slots = min(free_slots, self._places if self._running.shape[1] else self._config.max_num_seqs)
         if budget <= 0 or free_slots <= 0:
             return 0
         columns = self._candidates(free_slots)
@@ -191,18 +203,15 @@ class _Flow:
     def _fits(self, more: IntArray) -> bool:
         total = self._blocks.num_blocks
         running = np.concatenate([self._running, more], axis=1)
-        if self._config.kv_allocation == "contiguous":
+        if self._config.reserves:
             return running.shape[1] * self._blocks_of(self._max_model_len) <= total
         size = self._blocks.block_size
         held, shared = running[_HELD] + running[_TODO], self._shared_blocks(running)
         now = int((-(-(held - running[_SHARED]) // size)).sum()) + shared
         if self._config.admission == "greedy":
             return now + int(np.ceil(_WATERMARK * total)) <= total
-        # The most that is ever held: when a sequence ends, all with more left have grown by what it had left.
-        order = np.argsort(-running[_LEFT], kind="stable")
-        own, left = (held - running[_SHARED])[order], running[_LEFT][order]
-        peak = (np.cumsum(own) + left * np.arange(1, len(left) + 1)) / size + np.arange(1, len(left) + 1) / 2
-        return shared + float(peak.max(initial=0)) <= total
+        growth = np.maximum(running[_LEFT] - (running[_TODO] > 0), 0)  # a prompt's step samples the first token
+        return shared + int(usage_before_endings(held, growth, running[_SHARED] // size, size).blocks.max()) <= total
 
     def _preempt(self) -> None:
         """The sequence admitted last loses its KV and resumes later."""

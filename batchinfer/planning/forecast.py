@@ -13,6 +13,7 @@ from batchinfer.planning.job_rows import IntArray, JobRows
 from batchinfer.planning.prefixes import Sharing
 from batchinfer.planning.simulation import CacheBlocks, simulate
 from batchinfer.planning.step_trace import Forecast
+from batchinfer.scheduling.order import packed_order
 
 _EXACT_TOKENS = 400_000  # generated, up to which the scheduler itself is run
 
@@ -29,19 +30,12 @@ class JobShape:
         requests = self.rows.requests
         if requests is None or sum(self.rows.expected_tokens) > _EXACT_TOKENS:
             return None
-        order = self._order(config)
-        return simulate(
-            [requests[i] for i in order],
-            [self.rows.expected_tokens[i] for i in order],
-            config.scheduler,
-            blocks,
-            self.layers_by_window,
-            max_model_len,
-        )
+        expected = self.rows.expected_tokens
+        return simulate(requests, expected, config.scheduler, blocks, self.layers_by_window, max_model_len)
 
     def flow(self, config: JobConfig, blocks: CacheBlocks, max_model_len: int) -> Forecast:
         """As a flow, scaled to the whole job where only some of its rows were read."""
-        order = np.array(self._order(config), np.int64)
+        order = self._order(config)
         is_shared = blocks.enable_prefix_caching and not config.scheduler.reserves
         sharing = self._sharing(order) if is_shared else _nothing_shared(len(order))
         requests = FlowRequests(
@@ -50,11 +44,33 @@ class JobShape:
             np.array(self.rows.expected_tokens, np.int64)[order],
         )
         found = flow_forecast(requests, config.scheduler, blocks, self.layers_by_window, max_model_len)
-        return _scaled(found, self.rows.num_rows / max(1, self.rows.num_read))
+        return self._scaled(found)
 
-    def _order(self, config: JobConfig) -> list[int]:
-        """The order in which the requests start."""
-        return list(range(self.rows.num_requests))
+    def _scaled(self, found: Forecast) -> Forecast:
+        if self.rows.num_read == self.rows.num_rows:
+            return found
+        whole, factor = self.rows.whole, self.rows.num_rows / max(1, self.rows.num_read)
+        return replace(
+            found,
+            trace=replace(found.trace, repeats=found.trace.repeats * factor),
+            preemptions=whole(found.preemptions),
+            recomputed_tokens=whole(found.recomputed_tokens),
+            cached_tokens=whole(found.cached_tokens),
+            output_tokens=whole(found.output_tokens),
+        )
+
+    def _order(self, config: JobConfig) -> IntArray:
+        """In which the requests start. Where there are too many to keep their prompts, that of the input: what is
+        served of shared beginnings by a cache that never forgets is the same in any order."""
+        requests = self.rows.requests
+        if requests is None or not config.scheduler.reorders:
+            return np.arange(self.rows.num_requests)
+        firsts = [i for i, request in enumerate(requests) if request.id.sample == 0]
+        prompts = [requests[i].prompt_token_ids for i in firsts]
+        sizes = np.diff([*firsts, len(requests)])
+        expected = np.add.reduceat(np.array(self.rows.expected_tokens, np.float64), firsts)
+        order = packed_order(prompts, expected, config.cache.block_size, config.scheduler.max_num_seqs)
+        return np.concatenate([firsts[i] + np.arange(sizes[i]) for i in order.tolist()])
 
     def _sharing(self, order: IntArray) -> Sharing:
         found = self.rows.prefixes.sharing(order)
@@ -68,11 +84,3 @@ class JobShape:
 
 def _nothing_shared(count: int) -> Sharing:
     return Sharing(*(np.zeros(count, np.int64) for _ in range(3)))
-
-
-def _scaled(forecast: Forecast, factor: float) -> Forecast:
-    if factor == 1:
-        return forecast
-    counts = ("preemptions", "recomputed_tokens", "cached_tokens", "output_tokens")
-    whole = {name: round(getattr(forecast, name) * factor) for name in counts}
-    return replace(forecast, trace=replace(forecast.trace, repeats=forecast.trace.repeats * factor), **whole)

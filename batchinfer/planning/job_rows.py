@@ -42,7 +42,7 @@ class ExpectedLengths:
 
 @dataclass(slots=True)
 class JobRows:
-    """num_rows: of the job. stride: one row in so many was read; the counts are of those that were. The lists have one
+    """num_rows: of the job. stride: one row in so many was read; all else is of those that were. The lists have one
     entry a request, a row's samples one after the other."""
 
     num_rows: int
@@ -54,11 +54,15 @@ class JobRows:
     max_tokens: list[int] = field(default_factory=list)
     expected_tokens: list[int] = field(default_factory=list)
     prefixes: PrefixTally = field(default_factory=lambda: PrefixTally(16))
-    requests: list[Request] | None = field(default_factory=list)  # None: too many to keep
+    requests: list[Request] | None = field(default_factory=list)  # None: not all of the job, or too many to keep
 
     @property
     def num_requests(self) -> int:
         return len(self.prompt_tokens)
+
+    def whole(self, count: float) -> int:
+        """A count over the rows that were read, scaled to the job."""
+        return round(count * self.num_rows / max(1, self.num_read))
 
     def add(self, request: Request, expected_tokens: int) -> None:
         tokens = request.num_prompt_tokens
@@ -82,6 +86,8 @@ def read_rows(job: JobInput, builder: PromptBuilder, block_size: int, lengths: E
     stride = -(-job.rows.num_rows // MOST_ROWS)
     rows = JobRows(job.rows.num_rows, max(1, stride), prefixes=PrefixTally(block_size))
     kept = 0
+    if rows.stride > 1:
+        rows.requests = None
     for entry in _entries(job, builder, rows.stride):
         if isinstance(entry, Result):
             rows.add_error(entry)

@@ -111,6 +111,12 @@ class _Sizes:
         self._form = form
 
     def projection(self, module: str, stored: Mapping[str, StoredTensor]) -> int:
+        packed = stored.get(".qweight") or stored.get(".weight_packed")
+        if packed is not None:
+            return self._integers(packed, stored) + self._bias(stored)
+        weight = stored.get(".weight")
+        if weight is not None and weight.dtype.startswith("F8"):
+            return self._fp8(weight, stored) + self._bias(stored)
         return sum(self._tensor(module, suffix, tensor) for suffix, tensor in stored.items())
 
     def _tensor(self, module: str, suffix: str, tensor: StoredTensor) -> int:
@@ -121,6 +127,24 @@ class _Sizes:
         if suffix == ".weight" and len(tensor.shape) == 2 and self._form.int8:
             return _int8_bytes(*tensor.shape)
         return math.prod(tensor.shape) * ELEMENT_BYTES[self._form.dtype]
+
+    def _bias(self, stored: Mapping[str, StoredTensor]) -> int:
+        bias = stored.get(".bias")
+        return 0 if bias is None else math.prod(bias.shape) * ELEMENT_BYTES[self._form.dtype]
+
+    def _integers(self, packed: StoredTensor, stored: Mapping[str, StoredTensor]) -> int:
+        """The numbers as they are stored, and of each group a scale and a zero of 16 bits."""
+        scales = stored.get(".scales") or stored.get(".weight_scale")
+        groups = 0 if scales is None else math.prod(scales.shape)
+        return (2 if self._form.int8 else 1) * packed.num_bytes + groups * 4
+
+    def _fp8(self, weight: StoredTensor, stored: Mapping[str, StoredTensor]) -> int:
+        """A byte a number, and of each output a scale and a zero of 32 bits for each of its blocks."""
+        if self._form.int8:
+            return _int8_bytes(*weight.shape)
+        scales = stored.get(".weight_scale") or stored.get(".weight_scale_inv")
+        blocks = scales.shape[1] if scales is not None and len(scales.shape) == 2 else 1
+        return weight.num_bytes + weight.shape[0] * blocks * 8
 
     def _blocks(self, kind: str, tensor: StoredTensor) -> int:
         from batchinfer.quantization.read_gguf import BLOCK_TYPES  # here, as it brings torch

@@ -55,7 +55,8 @@ class PlanRequest:
 def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[str], None]) -> dict[str, Any]:
     """The forecast of a job as JSON types.
 
-    `rows`: read, with `errors_by_code`, and `stride`: one row in so many was read. `prompt_tokens`: total, percentiles
+    `rows`: `total`, with `errors_by_code`; `read`, of which all counts are scaled to the total; `stride`: one row in so
+    many was read. `prompt_tokens`: total, percentiles
     and `histogram` as [from, to, rows]. `output_tokens`: expected in all, and `source`, from what. `prefix_cache`:
     prompt tokens that it can serve, and their share. `kv`: bytes a token and of all rows' tokens, by dtype, of the
     model's own attention and by kind. `memory`: memory_budget's. `concurrency`: sequences that run at once.
@@ -118,9 +119,9 @@ def _row_figures(rows: JobRows) -> dict[str, Any]:
         "total": rows.num_rows,
         "read": rows.num_read,
         "stride": rows.stride,
-        "completions": rows.num_requests,
-        "errors": rows.errors.total(),
-        "errors_by_code": dict(sorted(rows.errors.items())),
+        "completions": rows.whole(rows.num_requests),
+        "errors": rows.whole(rows.errors.total()),
+        "errors_by_code": {code: rows.whole(count) for code, count in sorted(rows.errors.items())},
     }
 
 
@@ -128,10 +129,10 @@ def _token_figures(rows: JobRows) -> dict[str, Any]:
     counts = np.array(rows.row_tokens, np.int64)
     values = np.percentile(counts, _PERCENTILES).tolist() if len(counts) else [0.0] * len(_PERCENTILES)
     return {
-        "total": sum(rows.prompt_tokens),
+        "total": rows.whole(sum(rows.prompt_tokens)),
         "mean": float(counts.mean()) if len(counts) else 0.0,
         "percentiles": {f"p{share}": value for share, value in zip(_PERCENTILES, values, strict=True)},
-        "histogram": [list(entry) for entry in histogram(rows.row_tokens)],
+        "histogram": [[start, stop, rows.whole(count)] for start, stop, count in histogram(rows.row_tokens)],
     }
 
 
@@ -144,13 +145,13 @@ def _length_source(request: PlanRequest) -> str:
 
 def _prefix_figures(shape: JobShape) -> dict[str, Any]:
     servable, total = shape.servable_tokens, sum(shape.rows.prompt_tokens)
-    return {"servable_tokens": servable, "share": servable / total if total else 0.0}
+    return {"servable_tokens": shape.rows.whole(servable), "share": servable / total if total else 0.0}
 
 
 def _kv_figures(scenario: Scenario, rows: JobRows) -> dict[str, Any]:
     """The job's tokens: those that all rows would hold at once."""
     attention = scenario.model.attention
-    tokens = sum(rows.prompt_tokens) + sum(max(0, count - 1) for count in rows.expected_tokens)
+    tokens = rows.whole(sum(rows.prompt_tokens) + sum(max(0, count - 1) for count in rows.expected_tokens))
     own = {dtype: attention.kv_bytes_per_token(attention.kind, dtype) for dtype in KV_DTYPES}
     own |= {scenario.cache.dtype: scenario.cache.bytes_per_token()}
     kinds = {kind: attention.kv_bytes_per_token(kind, scenario.model.dtype) for kind in ATTENTION_KINDS}

@@ -24,12 +24,10 @@ def _row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     rows, model = figures["rows"], figures["model"]
     quantized = "" if model["quantization"] == "none" else f", {model['quantization']} weights"
     yield _line("model", f"{model['source']}, {model['dtype']}{quantized}")
-    sampled = (
-        "" if rows["stride"] == 1 else f"; {rows['read']:,} of them were read, and what follows is scaled from them"
-    )
-    completions = (
-        f" ({rows['completions']:,} completions)" if rows["completions"] != rows["read"] - rows["errors"] else ""
-    )
+    is_whole = rows["read"] == rows["total"]
+    sampled = "" if is_whole else f"; {rows['read']:,} of them were read, and all counts are scaled from these"
+    answered = rows["total"] - rows["errors"]
+    completions = f" ({rows['completions']:,} completions)" if rows["completions"] != answered else ""
     yield _line("rows", f"{rows['total']:,}{completions}{sampled}")
     codes = ", ".join(f"{code} {count:,}" for code, count in rows["errors_by_code"].items())
     yield _line("errors", f"{rows['errors']:,}" + (f" ({codes})" if codes else ""))
