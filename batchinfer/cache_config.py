@@ -52,6 +52,9 @@ class CacheConfig:
         "Share of the device's free memory that weights and cache may take. Default: 0.9 on a GPU, 0.5 on a CPU.",
         metavar="X",
     )
+    explain_memory: bool = option(
+        False, "Show what weights, activations, logits and cache take of the memory.", kind="flag"
+    )
     block_size: int = option(16, "Tokens in a KV block.", metavar="N")
     enable_prefix_caching: bool = option(True, "Compute equal beginnings of prompts once.", kind="flag")
 

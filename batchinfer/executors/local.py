@@ -100,7 +100,7 @@ def build_engine(
     what was decided. Raises UsageError for sizes that do not fit."""
     from batchinfer.cache.block_pool import BlockPool
     from batchinfer.cache.paged_kv import PagedKVCache
-    from batchinfer.executors.cache_size import describe, size_cache
+    from batchinfer.executors.cache_size import describe, memory_budget, memory_table, size_cache
 
     decoder, spec = model.decoder, cache_spec(config.cache, model, wide_layers)
     size = size_cache(config, decoder.spec, spec, decoder.weight_bytes, model.free_bytes, model.device)
@@ -109,6 +109,10 @@ def build_engine(
     if config.scheduler.reserves and config.cache.enable_prefix_caching:
         report("--kv-allocation contiguous: nothing of the cache can be shared, so prefix caching is off")
     cache = PagedKVCache(spec, size.num_blocks, model.device)
+    if config.cache.explain_memory:
+        sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks)
+        for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):
+            report(line)
     engine = Engine(
         decoder,
         cache,

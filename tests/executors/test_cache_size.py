@@ -5,7 +5,7 @@ import pytest
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
-from batchinfer.executors.cache_size import activation_bytes, describe, size_cache
+from batchinfer.executors.cache_size import activation_bytes, describe, memory_budget, memory_table, size_cache
 from batchinfer.executors.local import available_memory, choose_device, usable_processors
 from batchinfer.models.spec import DecoderSpec, RopeSpec
 
@@ -110,3 +110,25 @@ def test_a_containers_limit_counts(tmp_path):
     assert available_memory(tmp_path) == 1_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path) == pytest.approx(machine, rel=0.5)
+
+
+def test_the_budget_adds_up():
+    config = JobConfig.from_options({"max_num_batched_tokens": 100})
+    budget = memory_budget(config, MODEL, 1000, GIB, "cpu", CACHE, 10)
+    # of each token in float32: 4 hidden states, gate, up and their product, and queries, keys and values twice
+    assert budget["activations_bytes"] == 100 * 4 * (4 * 64 + 3 * 128 + 2 * (4 + 2 * 2) * 16)
+    assert budget["cache_bytes"] == 10 * BLOCK_BYTES
+    assert budget["limit_bytes"] == GIB // 2
+    parts = ("weights_bytes", "activations_bytes", "logits_bytes", "cache_bytes")
+    assert budget["total_bytes"] == sum(budget[name] for name in parts)
+    table = "\n".join(memory_table(budget))
+    assert "KV cache        40 KiB  10 blocks of 16 tokens" in table
+    assert "of 512 MiB allowed; 1 GiB were free on the CPU" in table
+
+
+def test_a_cache_of_a_given_size_has_no_limit():
+    config = JobConfig.from_options({"kv_cache_memory": 10 * BLOCK_BYTES})
+    assert memory_budget(config, MODEL, 1000, GIB, "cuda", CACHE, 10)["limit_bytes"] is None
+    budget = memory_budget(config, MODEL, 1000, None, "cuda", CACHE, 10)
+    assert budget["free_bytes"] is None
+    assert "not known here" in memory_table(budget)[-1]
