@@ -11,7 +11,7 @@ from batchinfer.models.rope import RotaryEmbedding
 from batchinfer.models.spec import DecoderSpec
 
 BLOCK_SIZE = 16  # tokens, of the one-layer cache
-_TOKENS_AT_ONCE = 4096  # bounds the intermediate values of a layer
+TOKENS_AT_ONCE = 4096  # of several sequences: bounds the intermediate values of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class CalibrationBatch:
 
 
 def make_batches(
-    sequences: Sequence[Tensor], spec: DecoderSpec, tokens_at_once: int = _TOKENS_AT_ONCE
+    sequences: Sequence[Tensor], spec: DecoderSpec, tokens_at_once: int = TOKENS_AT_ONCE
 ) -> list[CalibrationBatch]:
     """sequences: token ids, int64 [num_tokens] each. A batch holds whole sequences of at most `tokens_at_once` tokens
     together, or a single longer one."""

@@ -15,6 +15,7 @@ from batchinfer.models.safetensors_header import dtype_name, header, num_bytes
 from batchinfer.quantization.tensors import TensorSource
 
 SHARD_BYTES = 4 << 30
+WRITE_BYTES = 16 << 20  # at once: what is written is copied
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _BESIDE = (
@@ -112,4 +113,5 @@ def _write_file(storage: Storage, name: str, entries: Sequence[TensorEntry]) -> 
         file.write(header((entry.name, entry.dtype, entry.shape) for entry in entries))
         for entry in entries:
             octets: Any = entry.read().contiguous().flatten().view(torch.uint8).numpy()
-            file.write(octets)
+            for start in range(0, len(octets), WRITE_BYTES):
+                file.write(octets[start : start + WRITE_BYTES])

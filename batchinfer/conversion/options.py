@@ -113,9 +113,9 @@ class QuantizeOptions:
             "compressed-tensors",
         )
         _require(
-            not (written == "awq" and self.act_order),
-            "--format awq --act-order: AWQ's gemm files keep inputs in order; drop --act-order, or choose --format "
-            "gptq or compressed-tensors",
+            written == "gptq" or not self.act_order,
+            f"--format {written} --act-order: such files keep groups in the order of the inputs; drop --act-order, or "
+            "choose --format gptq",
         )
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, int]]) -> None:

@@ -100,9 +100,10 @@ def _describe(
         report(f"calibration: {len(text.sequences)} windows, {text.num_tokens:,} tokens of {text.source}{few}")
     memory = forecast(spec, options, text.num_tokens if text else 0)
     report(
-        f"memory at most: {format_bytes(memory.total_bytes)} beside the libraries "
-        f"({format_bytes(memory.activation_bytes)} activations, {format_bytes(memory.layer_bytes)} weights of a layer, "
-        f"{format_bytes(memory.working_bytes)} working)"
+        f"memory at most: {format_bytes(memory.total_bytes)} beside the libraries (a layer: "
+        f"{format_bytes(memory.activation_bytes)} activations, {format_bytes(memory.batch_bytes)} of a batch, "
+        f"{format_bytes(memory.layer_bytes)} weights, {format_bytes(memory.working_bytes)} working; to write the file: "
+        f"{format_bytes(memory.writing_bytes)})"
     )
 
 
@@ -176,5 +177,5 @@ def written_config(options: QuantizeOptions) -> dict[str, Any]:
     elif options.written_format == "gptq":
         return gptq_config(bits, group_size, symmetric, options.act_order, f"batchinfer:{__version__}")
     else:
-        config = packed_config(bits, group_size, symmetric, options.act_order)
+        config = packed_config(bits, group_size, symmetric)
     return with_kv_scales(config) if options.kv_cache_scales else config

@@ -57,16 +57,16 @@ def inverse_factor(moments: Tensor, damp: float) -> Tensor:
     A Cholesky factor of the matrix reversed, inverted and reversed again: no inverse is formed, and float64 keeps what
     large and nearly dependent inputs would cost.
     """
-    damped = moments.to(torch.float64)
-    mean = damped.diagonal().mean()
+    mean = moments.diagonal().to(torch.float64).mean()
     if not torch.isfinite(mean):
         raise BatchInferError("the moments of a layer's inputs are not finite")
+    damped = moments.flip(0, 1).to(torch.float64)
     damped.diagonal().add_(damp * mean if mean > 0 else 1.0)
-    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    lower, failed = torch.linalg.cholesky_ex(damped)
     if failed:
         raise BatchInferError(f"the calibration inputs depend on each other too much for --damp {damp:g}; raise it")
-    identity = torch.eye(len(damped), dtype=torch.float64)
-    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).to(torch.float32)
+    identity = torch.eye(len(damped), dtype=torch.float64, out=damped)
+    return torch.linalg.solve_triangular(lower, identity, upper=False, out=identity).to(torch.float32).flip(0, 1)
 
 
 def _solve(weight: Tensor, factor: Tensor, importance: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

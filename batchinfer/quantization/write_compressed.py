@@ -7,25 +7,23 @@ import torch
 from torch import Tensor
 
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
-from batchinfer.quantization.write_words import group_of_inputs, in_input_order, pack
+from batchinfer.quantization.write_words import pack
 
 
 def packed_tensors(weight: IntegerWeight, symmetric: bool, scale_dtype: torch.dtype) -> dict[str, Tensor]:
     """weight_packed int32 [N, K * bits / 32], weight_scale [N, G], weight_shape int64 [2]; asymmetric also
-    weight_zero_point int32 [N * bits / 32, G]; with a permutation also weight_g_idx int32 [K]. Sizes round up."""
+    weight_zero_point int32 [N * bits / 32, G]. Sizes round up. weight: with its groups in the order of the inputs, as
+    readers since compressed-tensors 0.19 know no other."""
     assert weight.zeros is not None
-    num_inputs = weight.shape[1]
-    values = in_input_order(weight.values, weight.permutation)
+    assert weight.permutation is None
     tensors = {
-        "weight_packed": pack(values.contiguous(), weight.bits),
+        "weight_packed": pack(weight.values, weight.bits),
         "weight_scale": weight.scales.to(scale_dtype).contiguous(),
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
     if not symmetric:
         zeros = weight.zeros.T.to(torch.uint8).contiguous()
         tensors["weight_zero_point"] = pack(zeros, weight.bits).T.contiguous()
-    if weight.permutation is not None:
-        tensors["weight_g_idx"] = group_of_inputs(num_inputs, weight.group_size, weight.permutation)
     return tensors
 
 
@@ -35,12 +33,11 @@ def fp8_tensors(weight: Fp8Weight, scale_dtype: torch.dtype) -> dict[str, Tensor
     return {"weight": weight.values, "weight_scale": weight.scales.to(scale_dtype)}
 
 
-def packed_config(bits: int, group_size: int, symmetric: bool, act_order: bool) -> dict[str, Any]:
+def packed_config(bits: int, group_size: int, symmetric: bool) -> dict[str, Any]:
     """quantization_config of config.json. group_size: -1 for one group a row."""
     weights = {
         **_arguments(bits, "int", "channel" if group_size == -1 else "group", dynamic=False, symmetric=symmetric),
         "group_size": None if group_size == -1 else group_size,
-        "actorder": "group" if act_order and group_size != -1 else None,
     }
     return _config("pack-quantized", weights, None)
 

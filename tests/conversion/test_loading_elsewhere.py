@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 GPTQ_MODEL = [("gptq", "gptq_torch", 1e-4), ("awq", "torch_awq", 5e-3)]
 COMPRESSED = [
     {"method": "awq", "group_size": 32},
-    {"method": "gptq", "group_size": 64, "act_order": True, "symmetric": True},
+    {"method": "gptq", "group_size": 64, "symmetric": True},
     {"method": "rtn", "bits": 8, "group_size": -1},
     {"method": "fp8"},
 ]

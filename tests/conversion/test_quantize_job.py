@@ -101,7 +101,7 @@ ALL = [
     {"method": "gptq", "bits": 3, "symmetric": False},
     {"method": "gptq", "format": "awq"},
     {"method": "awq-gptq"},
-    {"method": "gptq", "format": "compressed-tensors", "act_order": True, "kv_cache_scales": True},
+    {"method": "gptq", "format": "compressed-tensors", "kv_cache_scales": True},
     {"method": "rtn", "bits": 8},
     {"method": "rtn", "group_size": -1},
     {"method": "fp8"},
@@ -333,7 +333,8 @@ REFUSED = [
     ({"method": "awq", "bits": 3}, "--format awq --bits 3: it holds 4 bits; --format gptq holds 3"),
     ({"method": "awq", "bits": 5}, "no format holds that many"),
     ({"method": "rtn", "bits": 2}, "compressed-tensors --bits 2: it holds 4, 8 bits; --format gptq holds 2"),
-    ({"method": "gptq", "format": "awq", "act_order": True}, "--format awq --act-order"),
+    ({"method": "gptq", "format": "awq", "act_order": True}, "--format awq --act-order: .* choose --format gptq"),
+    ({"method": "gptq", "format": "compressed-tensors", "act_order": True}, "--format compressed-tensors --act-order"),
     ({"method": "awq", "act_order": True}, "--act-order"),
     ({"method": "fp8", "format": "awq"}, "choose --format compressed-tensors"),
     ({"method": "fp8", "bits": 4}, "fp8 has 8 bits"),
@@ -427,16 +428,62 @@ def test_quantised_models_are_refused(model, text_file, tmp_path):
 
 
 def test_memory_in_closed_form():
-    """Llama-3-8B's shapes, by hand: 65,536 tokens."""
+    """Llama-3-8B's shapes, by hand: 65,536 tokens in batches of 4,096."""
     spec = load_llama_8b()
     gptq = forecast(spec, QuantizeOptions(method="gptq"), 65_536)
     assert gptq.activation_bytes == 2 * 65_536 * (4096 + 14_336)
+    assert gptq.batch_bytes == 16 * 4096 * 14_336
     assert gptq.layer_bytes == 4 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14_336)
-    assert gptq.working_bytes == 16 * 4096 * 14_336 + 32 * 14_336**2
+    assert gptq.working_bytes == 16 * 4096 * 14_336 + 40 * 14_336**2
+    assert gptq.writing_bytes == 2 * 128_256 * 4096 + (16 << 20)
+    assert gptq.total_bytes == 2_415_919_104 + 939_524_096 + 872_415_232 + 9_160_359_936 + (96 << 20)
     awq = forecast(spec, QuantizeOptions(method="awq"), 65_536)
     assert awq.activation_bytes == 2 * 65_536 * 4096 + 2 * 4096 * (4 * 4096 + 4096 + 14_336)
+    moments = 4 * 128 * (3 * 4096 + 14_336) + 12 * 128 * 14_336
+    assert awq.working_bytes == 24 * 4096 * 14_336 + moments
+    whole_rows = forecast(spec, QuantizeOptions(method="awq", group_size=-1), 65_536)
+    moments = 4 * (3 * 4096**2 + 14_336**2) + 12 * 14_336**2
+    assert whole_rows.working_bytes == 24 * 4096 * 14_336 + moments
     assert forecast(spec, QuantizeOptions(method="awq-gptq"), 65_536) == gptq
-    assert forecast(spec, QuantizeOptions(method="rtn"), 0).activation_bytes == 0
+    rtn = forecast(spec, QuantizeOptions(method="rtn"), 0)
+    assert rtn.activation_bytes == rtn.batch_bytes == 0
+    assert rtn.total_bytes == 4 * 218_103_808 + 16 * 4096 * 14_336 + (96 << 20)
+
+
+MEASURE = """
+import re, sys
+from batchinfer.conversion import quantize_job
+from batchinfer.conversion.options import QuantizeOptions
+
+def memory(name):
+    return 1024 * int(re.search(rf"{name}:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def forecast(*given):
+    global before, most
+    before, most = memory("VmRSS"), real(*given).total_bytes
+    return real(*given)
+
+real, quantize_job.forecast = quantize_job.forecast, forecast
+options = QuantizeOptions(method=sys.argv[3], group_size=64, search_tokens=1024)
+quantize_job.quantize_model(sys.argv[1], sys.argv[2], options, print)
+print("PEAK", memory("VmHWM") - before, most)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
+def test_memory_of_a_process_stays_below_the_forecast(smollm2, tmp_path, method):
+    """Of a process that has loaded its libraries, on the default model's first layers."""
+    import subprocess
+    import sys
+
+    from other_tools import cut_model
+
+    model = cut_model(smollm2, tmp_path / "cut")
+    command = [sys.executable, "-c", MEASURE, str(model), str(tmp_path / "out"), method]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, most = map(int, done.stdout.rpartition("PEAK")[2].split())
+    assert most / 3 < peak < most
 
 
 def load_llama_8b():

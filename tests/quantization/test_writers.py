@@ -76,24 +76,23 @@ def test_gptq_version_1(bits, permuted):
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("permuted", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_compressed_tensors(bits, permuted, symmetric):
-    weight = random_weight(bits, permuted=permuted, symmetric=symmetric)
+def test_compressed_tensors(bits, symmetric):
+    weight = random_weight(bits, symmetric=symmetric)
     tensors = packed_tensors(weight, symmetric, torch.bfloat16)
     assert tensors["weight_shape"].tolist() == [ROWS, COLUMNS]
     assert tensors["weight_packed"].shape == (ROWS, COLUMNS * bits // 32)
     assert ("weight_zero_point" in tensors) != symmetric
     rows = tensors["weight_packed"].tolist()
-    groups = tensors["weight_g_idx"].tolist() if permuted else [k // GROUP for k in range(COLUMNS)]
     zero_words = None if symmetric else tensors["weight_zero_point"].T.tolist()
     half = 2 ** (bits - 1)
     decoded = torch.empty(ROWS, COLUMNS)
     for n in range(ROWS):
         for k in range(COLUMNS):
             signed = stream_field(rows[n], bits, k) - half
-            zero = 0 if zero_words is None else stream_field(zero_words[groups[k]], bits, n) - half
-            decoded[n, k] = (signed - zero) * float(tensors["weight_scale"][n, groups[k]])
+            group = k // GROUP
+            zero = 0 if zero_words is None else stream_field(zero_words[group], bits, n) - half
+            decoded[n, k] = (signed - zero) * float(tensors["weight_scale"][n, group])
     assert torch.equal(decoded, weight.dequantize())
 
 
