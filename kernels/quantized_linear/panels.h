@@ -79,7 +79,7 @@ struct Bf16Products {
     using X = Bf16;
     static constexpr int PER_ELEMENT = 2;
     static constexpr int TILE_ROWS = 12;
-    static constexpr int FUSED_ROWS = 6;  // up to these, a weight is unpacked in registers, without a panel
+    static constexpr int FUSED_ROWS = 10;  // up to these, a weight is unpacked in registers, without a panel
 
     static const uint32_t* panel(const Packed& w, int64_t block, uint32_t* buffer) {
         if (w.kind == KIND_BF16) return reinterpret_cast<const uint32_t*>(w.block_values(block));
