@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchinfer.kernels.common.key_offset import SEGMENT
+
 BLOCK_SIZE = 16
 CHUNK = 1024  # tokens of a prompt in one step
 NUM_SEQS = 64  # that decode beside each other
@@ -100,7 +102,9 @@ def _store(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
         table = torch.randn(CHUNK, model.head_dim, device=device)
         tokens = torch.arange(CHUNK, device=device)
         caches = _cache(model, dtype, CHUNK, device)
-        return q, k, v, tokens, table, *caches[:2], tokens.flip(0), *caches[2:]
+        has_scales = dtype.itemsize == 1
+        offset = (_key_offset(model, CHUNK, device), tokens) if has_scales else (None, None)
+        return q, k, v, tokens, table, *caches[:2], tokens.flip(0), *caches[2:], *offset
 
     heads = 4 * model.q_heads + (2 + dtype.itemsize) * 2 * model.kv_heads
     return KernelCase(
@@ -117,6 +121,10 @@ def _cache(model: ModelShape, dtype: torch.dtype, tokens: int, device: str) -> t
     return keys, values, *(torch.rand(shape[:-1], device=device) * 0.05 for _ in range(2))
 
 
+def _key_offset(model: ModelShape, positions: int, device: str) -> Tensor:
+    return torch.randn(-(-positions // SEGMENT), model.kv_heads, model.head_dim, device=device)
+
+
 def _attention(
     model: ModelShape, dtype: torch.dtype, q_lens: list[int], contexts: list[int]
 ) -> Callable[[str], tuple[Any, ...]]:
@@ -129,7 +137,8 @@ def _attention(
         offsets = torch.tensor([0, *q_lens], device=device).cumsum(0).int()
         lengths = torch.tensor(contexts, device=device).int()
         q = _values(device, sum(q_lens), model.q_heads, model.head_dim)
-        return q, keys, values, table, offsets, lengths, *scales, Variant(model.head_dim**-0.5)
+        k_offset = _key_offset(model, width * BLOCK_SIZE, device) if dtype.itemsize == 1 else None
+        return q, keys, values, table, offsets, lengths, *scales, Variant(model.head_dim**-0.5, k_offset=k_offset)
 
     return arguments
 

@@ -84,13 +84,19 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
 
 
 def cache_spec(config: CacheConfig, model: LoadedModel, wide_layers: Collection[int] = ()) -> KVCacheSpec:
-    """The cache that the options ask for. wide_layers: kept in the model's precision beside those that the options
-    name. Raises UsageError where they name a layer that the model does not have."""
+    """The cache that the options ask for; what it will not hold of the keys is measured, once a model. wide_layers:
+    kept in the model's precision beside those that the options name. Raises UsageError where they name a layer that
+    the model does not have."""
+    from batchinfer.engine.key_offsets import measure_mean_keys
+
     skipped, num_layers = config.skip_layers, model.decoder.spec.num_layers
     if skipped and skipped[-1] >= num_layers:
         raise UsageError(f"--kv-cache-dtype-skip-layers {skipped[-1]}: the model has layers 0 to {num_layers - 1}")
     wide = sorted({*skipped, *wide_layers})
-    return model.decoder.kv_cache_spec(config.block_size, config.kv_cache_dtype, wide)
+    spec = model.decoder.kv_cache_spec(config.block_size, config.kv_cache_dtype, wide)
+    if spec.per_token_scales and not model.decoder.has_key_offsets:
+        model.decoder.take_off_keys(measure_mean_keys(model.decoder, config.block_size))
+    return spec
 
 
 def build_engine(

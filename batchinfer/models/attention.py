@@ -48,8 +48,15 @@ class Attention:
         self._k_norm = k_norm
         self._kv_scales = kv_scales
 
-    def __call__(self, hidden: Tensor, batch: Batch, rotation: StepRotation, cache: PagedKVCache) -> Tensor:
-        """[num_tokens, hidden_size] to the same."""
+    def __call__(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        rotation: StepRotation,
+        cache: PagedKVCache,
+        k_offset: Tensor | None = None,
+    ) -> Tensor:
+        """[num_tokens, hidden_size] to the same. k_offset: as rotary_kv_store's."""
         spec, layer = self._spec, self._layer
         heads = self._qkv(hidden).unflatten(-1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -59,7 +66,8 @@ class Attention:
         scales: tuple[Tensor | None, Tensor | None] = (cache.key_scale(layer), cache.value_scale(layer))
         if self._kv_scales is not None and cache.spec.has_static_scales(layer):
             scales = (self._kv_scales.key, self._kv_scales.value)
-        q = rotary_kv_store(q, k, v, rotation.rows, rotation.cos_sin, *stored, batch.slot_mapping, *scales)
+        rotated = (q, k, v, rotation.rows, rotation.cos_sin)
+        q = rotary_kv_store(*rotated, *stored, batch.slot_mapping, *scales, k_offset, batch.positions)
         attended = paged_attention(
             q,
             *stored,
@@ -69,5 +77,6 @@ class Attention:
             spec.head_dim**-0.5,
             *scales,
             sliding_window=spec.sliding_windows[layer],
+            k_offset=k_offset,
         )
         return self._output(attended.flatten(1))

@@ -13,6 +13,7 @@ from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
 from batchinfer.models.attention import Attention, StepRotation
 from batchinfer.models.batch import Batch
+from batchinfer.models.key_offsets import KeyOffsets
 from batchinfer.models.linear import Linear, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
@@ -57,7 +58,8 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._lm_head = lm_head
-        self._rope = RotaryEmbedding(spec.rope, embedding.device)
+        self.rope = RotaryEmbedding(spec.rope, embedding.device)
+        self._key_offsets: KeyOffsets | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +90,15 @@ class Decoder:
             wide_dtype=own_dtype,
         )
 
+    @property
+    def has_key_offsets(self) -> bool:
+        return self._key_offsets is not None
+
+    def take_off_keys(self, means: Sequence[Tensor | None]) -> None:
+        """From now on a cache with a scale a token does not hold what the keys have in common, and attention puts it
+        back. means: as KeyOffsets'. A cache that is in use already would be read wrongly."""
+        self._key_offsets = KeyOffsets(self.rope, means)
+
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: PagedKVCache, prompt_lens: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size], and the batch's keys and values in the cache.
@@ -97,16 +108,19 @@ class Decoder:
         and a later token those of the length it makes, whatever the chunks. None: seq_lens stands for the prompts'
         lengths, which is the same unless such a prompt is computed in several chunks.
         """
-        rotation = self._rotation(batch, prompt_lens)
+        rotation, offsets = self._rotation(batch, prompt_lens), self._key_offsets
+        if offsets is not None:
+            offsets.cover(batch.block_table.shape[1] * cache.spec.block_size)
         residual = F.embedding(batch.token_ids, self._embedding)
         eps = self.spec.rms_norm_eps
         update: Tensor | None = None
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             if update is None:
                 hidden = rms_norm(residual, layer.input_norm, eps)
             else:
                 hidden, residual = add_rms_norm(update, residual, layer.input_norm, eps)
-            attended = layer.attention(hidden, batch, rotation, cache)
+            k_offset = offsets.table(index) if offsets and cache.spec.has_scales(index) else None
+            attended = layer.attention(hidden, batch, rotation, cache, k_offset)
             hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)
             update = layer.mlp(hidden)
         assert update is not None  # a spec has at least one layer
@@ -135,4 +149,4 @@ class Decoder:
             q_lens = batch.cu_seqlens_q.diff().to(torch.int64)
             lengths = torch.maximum(of_sequence.to(torch.int64).repeat_interleave(q_lens), batch.positions + 1)
         rows = torch.arange(len(batch.positions), device=self.device)
-        return StepRotation(self._rope.cos_sin(batch.positions, lengths), rows)
+        return StepRotation(self.rope.cos_sin(batch.positions, lengths), rows)

@@ -17,6 +17,7 @@ class RotaryEmbedding:
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
         self.spec = spec
+        self.device = device
         self._exponents = torch.arange(0, spec.rotary_dim, 2, device=device).float() / spec.rotary_dim
         self._frequencies = _FORMULAS[spec.kind](spec, self._exponents)  # of sequences up to spec.length_threshold
         if spec.kind == "longrope":

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import torch
 from batchinfer.kernels.common.fp8 import check_scales
+from batchinfer.kernels.common.key_offset import check_key_offset
 from batchinfer.kernels.kv_store import cpu, reference
 from batchinfer.kernels.rotary import check_rotary
 
@@ -49,16 +50,28 @@ def rotary_kv_store(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_offset: torch.Tensor | None = None,
+    token_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rotary` of q and k, then `kv_store` of the rotated k and v, in one pass; the bits are those of the two.
 
-    Arguments as theirs. Returns the rotated q, a new contiguous tensor. Raises ValueError on shapes that do not fit.
+    Arguments as theirs. k_offset: float32 [num_segments, num_kv_heads, head_dim], contiguous; for a cache with a scale
+        a token. Row p // SEGMENT is taken off the rotated key of a token at position p before it is scaled, so that
+        what keys have in common takes no bits; paged_attention, given the same, puts it back.
+    token_positions: int64 [num_tokens], a token's place in its sequence, below SEGMENT * num_segments. With k_offset.
+    Returns the rotated q, a new contiguous tensor. Raises ValueError on shapes that do not fit.
     """
     check_rotary(q, k, positions, cos_sin_cache)
     _check(k, v, k_cache, v_cache, slot_mapping)
     check_scales(k_cache, k_scale, v_scale)
+    check_key_offset(k_offset, k_cache, k_scale)
+    if k_offset is not None and (token_positions is None or token_positions.shape != slot_mapping.shape):
+        raise ValueError("k_offset needs token_positions, one a token")
     backend = _backend(k, v, k_cache, has_native_form=q.dtype == k.dtype)
-    return backend.rotary_kv_store(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    return backend.rotary_kv_store(
+        *(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale),
+        *(k_offset, token_positions),
+    )
 
 
 def _backend(

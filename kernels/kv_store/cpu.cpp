@@ -1,5 +1,6 @@
 // Native kv_store: quantises each head's vector and scatters it, with the keys' rotation on the way where asked.
 
+#include "../common/key_offset.h"
 #include "../rotary/rotate.h"
 
 namespace batchinfer {
@@ -15,15 +16,6 @@ struct Side {
     int64_t token_stride, head_stride;
 };
 
-// What rotates before it is stored; q_out [num_tokens, num_q_heads, head_dim], dense.
-struct Rotation {
-    const void* q;
-    void* q_out;
-    const int64_t* positions;
-    const float* cos_sin_cache;  // [positions, rotary_dim]
-    int64_t num_q_heads, token_stride, head_stride, rotary_dim;
-};
-
 struct Problem {
     Side k, v;
     const int64_t* slots;  // [num_tokens]
@@ -31,6 +23,21 @@ struct Problem {
     int64_t format, cache_format;
     int64_t scales_per_token;  // whether the scales are of the first shape
     int64_t threads;
+};
+
+// What rotates before it is stored; q_out [num_tokens, num_q_heads, head_dim], dense.
+struct Rotation {
+    const void* q;
+    void* q_out;
+    const int64_t* positions;
+    const float* cos_sin_cache;  // [positions, rotary_dim]
+    const float* k_offset;       // [segments, num_kv_heads, head_dim], taken off the rotated keys, or null
+    const int64_t* token_positions;  // [num_tokens], in their sequences; with k_offset
+    int64_t num_q_heads, token_stride, head_stride, rotary_dim;
+
+    const float* offset_of(const Problem& p, int64_t t, int64_t head) const {
+        return k_offset ? k_offset + (token_positions[t] / SEGMENT * p.num_kv_heads + head) * p.head_dim : nullptr;
+    }
 };
 
 template <class Format>
@@ -119,8 +126,8 @@ void encode(float* values, int64_t n, float* scale, bool is_per_token, typename 
 }
 
 template <class Format, class CacheFormat>
-void store_head(const Problem& p, const Side& side, const typename Format::Storage* from, int64_t slot, int64_t head,
-                float* scratch) {
+void store_head(const Problem& p, const Side& side, const typename Format::Storage* from, const float* offset,
+                int64_t slot, int64_t head, float* scratch) {
     int64_t row = (slot / p.block_size * p.num_kv_heads + head) * p.block_size + slot % p.block_size;
     auto to = static_cast<typename CacheFormat::Storage*>(side.cache) + row * p.head_dim;
     if constexpr (std::is_same<Format, CacheFormat>::value) {
@@ -128,6 +135,8 @@ void store_head(const Problem& p, const Side& side, const typename Format::Stora
     } else {
         float* scale = side.scale ? side.scale + (p.scales_per_token ? row : head) : nullptr;
         load_row<Format>(from, scratch, p.head_dim);
+        if (offset)
+            for (int64_t i = 0; i < p.head_dim; i++) scratch[i] -= offset[i];
         encode<CacheFormat>(scratch, p.head_dim, scale, p.scales_per_token, to);
     }
 }
@@ -150,12 +159,14 @@ void store_token(const Problem& p, const Rotation* rotation, int64_t t, float* s
     for (int64_t h = 0; h < p.num_kv_heads; h++) {
         auto k = static_cast<const Storage*>(p.k.values) + t * p.k.token_stride + h * p.k.head_stride;
         auto v = static_cast<const Storage*>(p.v.values) + t * p.v.token_stride + h * p.v.head_stride;
+        const float* offset = nullptr;
         if (rotation) {
             rotate_head<Format>(k, cos_sin, rotation->rotary_dim / 2, p.head_dim, rotated);
             k = rotated;
+            offset = rotation->offset_of(p, t, h);
         }
-        store_head<Format, CacheFormat>(p, p.k, k, slot, h, scratch);
-        store_head<Format, CacheFormat>(p, p.v, v, slot, h, scratch);
+        store_head<Format, CacheFormat>(p, p.k, k, offset, slot, h, scratch);
+        store_head<Format, CacheFormat>(p, p.v, v, nullptr, slot, h, scratch);
     }
 }
 

@@ -37,6 +37,7 @@ class Problem(ctypes.Structure):
 class Rotation(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "q_out", "positions", "cos_sin_cache")),
+        *((name, c_void_p) for name in ("k_offset", "token_positions")),
         *((name, c_int64) for name in ("num_q_heads", "token_stride", "head_stride", "rotary_dim")),
     )
 
@@ -81,14 +82,19 @@ def rotary_kv_store(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_offset: torch.Tensor | None,
+    token_positions: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
     q, k, v = native.dense_rows(q), native.dense_rows(k), native.dense_rows(v)
     slots, positions = slot_mapping.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
     cos_sin_cache = cos_sin_cache.to(torch.float32).contiguous()
     out = torch.empty(q.shape, dtype=q.dtype)
+    if token_positions is not None:
+        token_positions = token_positions.to(torch.int64).contiguous()
     rotation = Rotation(
         *(q.data_ptr(), out.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr()),
+        *(address(k_offset), address(token_positions)),
         *(q.shape[1], *q.stride()[:2], cos_sin_cache.shape[-1]),
     )
     k_scale, v_scale = (a_head(scale, k.shape[1]) for scale in (k_scale, v_scale))

@@ -6,10 +6,13 @@
 import torch
 import triton
 import triton.language as tl
+from batchinfer.kernels.common.key_offset import SEGMENT as _SEGMENT
 from batchinfer.kernels.common.triton_codes import as_bytes, code_of, largest_code
 from batchinfer.kernels.common.triton_rotate import rotate_token, rotation_sizes
 from batchinfer.kernels.common.triton_targets import FUSED
 from batchinfer.kernels.kv_store.gpu_vectors import row_of, store_rotated, store_vectors
+
+SEGMENT: tl.constexpr = tl.constexpr(_SEGMENT)
 
 
 @triton.jit
@@ -60,6 +63,8 @@ def _rotary_kv_store(
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    k_offset_ptr,  # float32 [segments, KV_HEADS, HEAD_DIM], or None, and then the next too
+    token_positions_ptr,  # int64 [num_tokens]
     q_out_ptr,  # [num_tokens, Q_HEADS, HEAD_DIM], contiguous
     positions_ptr,  # int64 [num_tokens]
     cos_sin_ptr,  # float32 [rows, ROTARY_DIM]
@@ -91,8 +96,9 @@ def _rotary_kv_store(
             row = row_of(slot, KV_HEADS, BLOCK_SIZE, KV_BLOCK)
             if tl.program_id(1) == 1:
                 x = k_ptr + token * token_strides[1]
+                segment = 0 if k_offset_ptr is None else tl.load(token_positions_ptr + token) // SEGMENT
                 store_rotated(
-                    *(x, head_strides[1], table, k_cache_ptr, k_scale_ptr, row),
+                    *(x, head_strides[1], table, k_offset_ptr, segment, k_cache_ptr, k_scale_ptr, row),
                     *(KV_HEADS, HEAD_DIM, ROTARY_DIM, CODE, LARGEST, STATIC[0], KV_BLOCK, BLOCK, REST),
                 )
             else:
@@ -159,6 +165,8 @@ def rotary_kv_store(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_offset: torch.Tensor | None,
+    token_positions: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
     q, k, v = (_dense_heads(x) for x in (q, k, v))
@@ -166,7 +174,7 @@ def rotary_kv_store(
     if len(q):
         _rotary_kv_store[(len(q), 3)](
             *(q, k, v, as_bytes(k_cache), as_bytes(v_cache), slot_mapping, k_scale, v_scale),
-            *(q_out, positions, cos_sin_cache.contiguous()),
+            *(k_offset, token_positions, q_out, positions, cos_sin_cache.contiguous()),
             *(tuple(x.stride(axis) for x in (q, k, v)) for axis in (0, 1)),
             Q_HEADS=q.shape[1],
             Q_BLOCK=triton.next_power_of_2(q.shape[1]),

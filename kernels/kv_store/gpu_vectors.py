@@ -45,6 +45,8 @@ def store_rotated(
     x_ptr,
     head_stride,
     table,
+    offset_ptr,  # float32 [segments, KV_HEADS, HEAD_DIM]: row `segment` is taken off the rotated values; or None
+    segment,
     cache_ptr,
     scale_ptr,
     row,
@@ -60,9 +62,16 @@ def store_rotated(
 ):
     half: tl.constexpr = ROTARY_DIM // 2
     first, second = load_rotated(x_ptr, head_stride, table, KV_HEADS, ROTARY_DIM, KV_BLOCK, BLOCK)
+    if offset_ptr is not None:
+        offset_ptr += segment * (KV_HEADS * HEAD_DIM)
+        first = first.to(tl.float32) - load_rest(offset_ptr, HEAD_DIM, KV_HEADS, 0, half, KV_BLOCK, BLOCK)
+        second = second.to(tl.float32) - load_rest(offset_ptr, HEAD_DIM, KV_HEADS, half, ROTARY_DIM, KV_BLOCK, BLOCK)
     most = _larger(_largest(first), _largest(second))
     if REST > 0:
         rest = load_rest(x_ptr, head_stride, KV_HEADS, ROTARY_DIM, HEAD_DIM, KV_BLOCK, REST)
+        if offset_ptr is not None:
+            offset = load_rest(offset_ptr, HEAD_DIM, KV_HEADS, ROTARY_DIM, HEAD_DIM, KV_BLOCK, REST)
+            rest = rest.to(tl.float32) - offset
         most = _larger(most, _largest(rest))
         scale = _scale(most, first, second, rest, 3, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
         _write(rest, scale, cache_ptr, row, ROTARY_DIM, HEAD_DIM, KV_HEADS, HEAD_DIM, CODE, LARGEST)

@@ -2,6 +2,7 @@
 
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX, encode, is_per_token
+from batchinfer.kernels.common.key_offset import SEGMENT
 from batchinfer.kernels.rotary import reference as rotary_reference
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
@@ -40,9 +41,14 @@ def rotary_kv_store(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_offset: torch.Tensor | None,
+    token_positions: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
     q, k = rotary_reference.rotary(q, k, positions, cos_sin_cache)
+    if k_offset is not None:
+        assert token_positions is not None
+        k = k.to(torch.float32) - k_offset[token_positions // SEGMENT]
     kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import torch
 from batchinfer.kernels.common.fp8 import check_scales
+from batchinfer.kernels.common.key_offset import check_key_offset
 from batchinfer.kernels.paged_attention import cpu, reference
 from batchinfer.kernels.paged_attention.variant import Variant
 
@@ -21,6 +22,7 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    k_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v, where query j of a sequence stands at position seq_len - q_len + j and sees the keys
     at positions up to its own (the last `sliding_window` of them, its own included, where that is given).
@@ -35,6 +37,10 @@ def paged_attention(
         or static ones, [num_kv_heads] or [1].
     soft_cap: scores s become soft_cap * tanh(s / soft_cap) before the softmax (Gemma 2, arXiv 2408.00118).
     sinks: float32 [num_q_heads], a score of each head that joins the softmax's sum and carries no value (gpt-oss).
+    k_offset: float32 [num_segments, num_kv_heads, head_dim], contiguous, what rotary_kv_store took off the keys: of a
+        key at position p it is row p // SEGMENT, and the whole key is the stored one and this. It covers all positions
+        of the block table, and goes with neither soft_cap nor sinks. A GPU takes 4 bytes a token, head and segment for
+        its products with the queries.
     Returns [num_tokens, num_q_heads, head_dim] in q's dtype.
 
     A token's result depends on its own sequence alone, and neither on the block size nor on how the sequence was cut
@@ -42,7 +48,8 @@ def paged_attention(
     """
     _check(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     check_scales(k_cache, k_scale, v_scale)
-    variant = Variant(scale, sliding_window, soft_cap, sinks)
+    check_key_offset(k_offset, k_cache, k_scale, block_table.shape[1] * k_cache.shape[2])
+    variant = Variant(scale, sliding_window, soft_cap, sinks, k_offset)
     variant.validate(q.shape[1])
     backend = _backend(q, k_cache)
     return backend.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, variant)

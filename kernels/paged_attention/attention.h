@@ -1,6 +1,7 @@
 // What the parts of native paged attention share: the call's arguments and the shape of a product.
 #pragma once
 
+#include "../common/key_offset.h"
 #include "../common/native.h"
 
 namespace batchinfer {
@@ -24,6 +25,7 @@ struct Problem {
     const float* k_scale;        // [num_blocks, num_kv_heads, block_size], or [num_kv_heads], or null
     const float* v_scale;        // same
     const float* sinks;          // [num_q_heads] or null
+    const float* k_offset;       // [segments, num_kv_heads, head_dim], what stored keys lack, or null
     const int32_t* block_table;  // [num_seqs, max_blocks]
     const int32_t* cu_seqlens_q;  // [num_seqs + 1]
     const int32_t* seq_lens;     // [num_seqs]
@@ -41,6 +43,14 @@ struct Problem {
     float static_key_scale(int64_t kv_head) const { return k_scale && !scales_per_token ? k_scale[kv_head] : 1.0f; }
     float static_value_scale(int64_t kv_head) const { return v_scale && !scales_per_token ? v_scale[kv_head] : 1.0f; }
 };
+
+// A query as floats; its place in elements.
+inline void load_query(const Problem& p, int64_t offset, float* to) {
+    with_float_format(p.q_format, [&](auto format) {
+        using Format = decltype(format);
+        load_row<Format>(static_cast<const typename Format::Storage*>(p.q) + offset, to, p.head_dim);
+    });
+}
 
 // c[rows, n] = c * decay (per row; 0 where null) + a[rows, steps] b[steps, n]. Strides in elements.
 template <class Element>

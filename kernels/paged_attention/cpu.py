@@ -16,6 +16,7 @@ class Problem(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "out", "k_cache", "v_cache", "k_scale", "v_scale", "sinks")),
+        ("k_offset", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("block_table", "cu_seqlens_q", "seq_lens")),
         *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "max_blocks", "num_q_heads", "num_kv_heads")),
@@ -57,7 +58,8 @@ def paged_attention(
     k_scale, v_scale = a_head(k_scale, num_kv_heads), a_head(v_scale, num_kv_heads)
     sinks = None if variant.sinks is None else variant.sinks.contiguous()
     problem = Problem(
-        *map(address, (q, out, k_cache, v_cache, k_scale, v_scale, sinks, block_table, cu_seqlens_q, seq_lens)),
+        *map(address, (q, out, k_cache, v_cache, k_scale, v_scale, sinks, variant.k_offset)),
+        *map(address, (block_table, cu_seqlens_q, seq_lens)),
         *q.stride()[:2],
         *(num_seqs, max_blocks, num_q_heads, num_kv_heads, head_dim, block_size),
         *(native.FORMATS[q.dtype], native.FORMATS[k_cache.dtype]),

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_codes import as_bytes, code_of
+from batchinfer.kernels.paged_attention.gpu_bias import beside_keys
 from batchinfer.kernels.paged_attention.gpu_sizes import attention_sizes
 from batchinfer.kernels.paged_attention.gpu_tiles import LOG2_E, attend_keys, find_sequence, segment_of
 from batchinfer.kernels.paged_attention.variant import Variant
@@ -21,13 +22,15 @@ _SEGMENTS = 16  # most that the keys of a row are cut into
 _SEGMENT_KEYS = 512  # fewest keys of a segment but the last
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "bias_stride"])
 def _paged_attention(
     tensors,  # (q [num_tokens, Q_HEADS, HEAD_DIM], out: the same, contiguous)
     caches,  # (k, v) [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM], bytes where CODE is given
     scales,  # (k, v) float32 [num_blocks, KV_HEADS, BLOCK_SIZE] or None each
     statics,  # (k, v) float32 [KV_HEADS] or [1], or None each
     sinks_ptr,  # float32 [Q_HEADS] or None
+    bias_ptr,  # float32 [num_tokens, Q_HEADS, bias_stride], of scores with the keys of each SEGMENT, or None
+    bias_stride,
     parts,  # (weighted [num_tokens, Q_HEADS, SEGMENTS, DIM_BLOCK], total and best [num_tokens, Q_HEADS, SEGMENTS])
     batch,  # (block_table int32 [num_seqs, table_stride], cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs])
     num_seqs,
@@ -51,29 +54,27 @@ def _paged_attention(
     if ((q_len == 1) == (SPLIT is None)) | (first_query >= q_len) | (seq_len < 1):
         return
     m = tl.arange(0, TILE[0])
-    query = first_query + m // GROUP
-    head = kv_head * GROUP + m % GROUP
-    is_row = (m < BLOCK_Q * GROUP) & (query < q_len)
-    token = (start + query).to(tl.int64)
+    query, head = first_query + m // GROUP, kv_head * GROUP + m % GROUP
+    is_row, token = (m < BLOCK_Q * GROUP) & (query < q_len), (start + query).to(tl.int64)
     row_mask = is_row[:, None] & (tl.arange(0, TILE[2]) < SHAPE[2])[None, :]
     q = _load_queries(tensors[0] + token[:, None] * q_strides[0] + head[:, None] * q_strides[1], row_mask, CODE)
     factor = factors[0] * (1.0 if statics[0] is None else tl.load(statics[0] + kv_head * VARIANT[2][0]))
     first_position = seq_len - q_len + first_query  # keys from its window to the last query's position are seen
     first_key = tl.maximum(first_position - VARIANT[0] + 1, 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
-    end = tl.minimum(first_position + BLOCK_Q, seq_len)
-    used = 1
+    end, used = tl.minimum(first_position + BLOCK_Q, seq_len), 1
     if SPLIT is not None:
         keys, used = segment_of(seq_len, first_key, TILE[1], SPLIT[0], SPLIT[1])
         first_key += tl.program_id(1) * keys
         end = tl.minimum(end, first_key + keys)
         if first_key >= end:
             return
+    row = token * (SHAPE[0] * GROUP) + head
     weighted, total, best, top = attend_keys(
         *(q, seq_len - q_len + query, first_position, first_key, end, seq_len),
         *(batch[0] + sequence.to(tl.int64) * table_stride, caches, scales, kv_head),
-        *(factor, (1 / factors[1], factors[1]), SHAPE, CODE, NATIVE, VARIANT[0], VARIANT[1], TILE[1]),
+        *(factor, (bias_ptr, tl.where(is_row, row, 0) * bias_stride), (1 / factors[1], factors[1]), SHAPE, CODE),
+        *(NATIVE, VARIANT[0], VARIANT[1], TILE[1]),
     )
-    row = token * (SHAPE[0] * GROUP) + head
     if SPLIT is not None and used > 1:
         _store_part(parts, row * SPLIT[0] + tl.program_id(1), weighted * top, total, best, is_row)
     else:
@@ -196,7 +197,7 @@ def paged_attention(
         "caches": (as_bytes(k_cache), as_bytes(v_cache)),
         "scales": scales,
         "statics": statics,
-        "sinks_ptr": variant.sinks,
+        **beside_keys(q, variant, block_table.shape[1] * block_size),
         "batch": (block_table, cu_seqlens_q, seq_lens),
         "num_seqs": num_seqs,
         "table_stride": block_table.stride(0),

@@ -5,9 +5,11 @@
 
 import triton
 import triton.language as tl
+from batchinfer.kernels.common.key_offset import SEGMENT as _SEGMENT
 from batchinfer.kernels.common.triton_codes import decode
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+SEGMENT: tl.constexpr = tl.constexpr(_SEGMENT)  # a multiple of each BLOCK_N
 
 
 @triton.jit
@@ -38,6 +40,7 @@ def attend_keys(
     scales,  # (k, v): float32 pointers or None
     kv_head,
     factor,  # of the scores
+    bias,  # (float32 pointer or None, int64 [M] of each row): what scores with keys of segment 0, 1, ... get, in log2
     caps,  # (1 / soft_cap, soft_cap)
     SHAPE: tl.constexpr,  # (KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     CODE: tl.constexpr,
@@ -61,11 +64,11 @@ def attend_keys(
     if WINDOW == 0:  # the keys up to here are seen by every row
         middle = tl.maximum(tl.minimum(first_position + 1, end) // BLOCK_N * BLOCK_N, first)
         state = _attend_tiles(
-            *(state, q, position, first, middle, seq_len, table_ptr, caches, scales, kv_head, factor, caps),
+            *(state, q, position, first, middle, seq_len, table_ptr, caches, scales, kv_head, factor, bias, caps),
             *(SHAPE, CODE, NATIVE, WINDOW, HAS_CAP, BLOCK_N, False),
         )
     return _attend_tiles(
-        *(state, q, position, middle, end, seq_len, table_ptr, caches, scales, kv_head, factor, caps),
+        *(state, q, position, middle, end, seq_len, table_ptr, caches, scales, kv_head, factor, bias, caps),
         *(SHAPE, CODE, NATIVE, WINDOW, HAS_CAP, BLOCK_N, True),
     )
 
@@ -83,6 +86,7 @@ def _attend_tiles(
     scales,
     kv_head,
     factor,
+    bias,
     caps,
     SHAPE: tl.constexpr,
     CODE: tl.constexpr,
@@ -105,11 +109,7 @@ def _attend_tiles(
         place = row[:, None] * SHAPE[2] + dim[None, :]
         k = _load(caches[0] + place, mask, q.dtype, CODE, NATIVE)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
-        if scales[0] is not None:
-            scores *= tl.load(scales[0] + row, written, 0.0)[None, :]
-        if HAS_CAP:
-            scores = caps[1] * (1 - 2 / (tl.exp(scores * (2 * caps[0])) + 1))
-        scores *= LOG2_E
+        scores = _in_log2(scores, scales[0], row, written, bias, start // SEGMENT, caps, HAS_CAP)
         if MASKED:
             visible = written[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -130,6 +130,19 @@ def _attend_tiles(
         weighted = tl.dot(weights.to(q.dtype), v, weighted * decay[:, None], input_precision="ieee")
         best = new_best
     return weighted, total, best, top
+
+
+@triton.jit
+def _in_log2(scores, scale_ptr, row, written, bias, segment, caps, HAS_CAP: tl.constexpr):
+    """Scores as powers of two, with the keys' scales, the cap and what a segment's keys lack."""
+    if scale_ptr is not None:
+        scores *= tl.load(scale_ptr + row, written, 0.0)[None, :]
+    if HAS_CAP:
+        scores = caps[1] * (1 - 2 / (tl.exp(scores * (2 * caps[0])) + 1))
+    scores *= LOG2_E
+    if bias[0] is not None:
+        scores += tl.load(bias[0] + bias[1] + segment)[:, None]
+    return scores
 
 
 @triton.jit

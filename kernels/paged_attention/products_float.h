@@ -34,12 +34,7 @@ struct FloatMath {
     static constexpr int MAX_ROWS = 3, MAX_GROUPS = 1;
 #endif
 
-    static void load_query(const Problem& p, int64_t offset, float* to) {
-        with_float_format(p.q_format, [&](auto format) {
-            using Format = decltype(format);
-            load_row<Format>(static_cast<const typename Format::Storage*>(p.q) + offset, to, p.head_dim);
-        });
-    }
+    static void load_query(const Problem& p, int64_t offset, float* to) { batchinfer::load_query(p, offset, to); }
 
     static Vec exp2(Vec x) { return exp2_vec(x); }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from batchinfer.kernels.common.fp8 import STORAGE_MAX, decode_exactly, decode_finite, is_per_token
+from batchinfer.kernels.common.key_offset import SEGMENT
 from batchinfer.kernels.paged_attention.variant import Variant
 
 KEY_CHUNK = 128  # keys a chunk
@@ -171,12 +172,23 @@ def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.
 
 def _scores(queries: torch.Tensor, chunk: _Chunk, keys: _Keys) -> torch.Tensor:
     """float32 [n, num_kv_heads, rows, length]."""
-    scores = _product(queries, _load(keys.k_cache, chunk, is_per_token(keys.k_scale)).transpose(-1, -2))
+    stored = _load(keys.k_cache, chunk, is_per_token(keys.k_scale))
+    if (offset := keys.variant.k_offset) is not None:
+        assert keys.k_scale is not None
+        whole = stored * _load(keys.k_scale.unsqueeze(-1), chunk)
+        return _product(queries, (whole + _offsets(offset, chunk)).transpose(-1, -2))
+    scores = _product(queries, stored.transpose(-1, -2))
     if keys.k_scale is not None and is_per_token(keys.k_scale):
         scores *= _load(keys.k_scale.unsqueeze(-1), chunk).transpose(-1, -2)
     if (cap := keys.variant.soft_cap) is not None:
         scores.div_(cap).tanh_().mul_(cap)
     return scores
+
+
+def _offsets(k_offset: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    """What the keys of a chunk lack, [n, num_kv_heads, length, head_dim]; beyond the table whatever."""
+    segments = (chunk.positions // SEGMENT).clamp_max(len(k_offset) - 1)
+    return k_offset[segments].transpose(1, 2)
 
 
 def _join_sinks(

@@ -79,24 +79,23 @@ struct Softmax {
 // What turns a chunk's products of queries and keys into weights of values.
 struct Factors {
     alignas(64) float key[CHUNK], value[CHUNK];
-    float cap;  // the soft cap in powers of two, and key holds factors to cap's unit; 0: none
+    float base;  // of scores, without a token's scale
+    float cap;   // the soft cap in powers of two, and key holds factors to cap's unit; 0: none
 
     void set_scales(const Problem& p, int64_t kv_head) {
         float factor = float(p.scale) * p.static_key_scale(kv_head);
         cap = float(p.soft_cap) * LOG2_E;
-        base_ = p.soft_cap > 0 ? factor / float(p.soft_cap) : factor * LOG2_E;
-        std::fill_n(key, CHUNK, base_), std::fill_n(value, CHUNK, 1.0f);
+        base = p.soft_cap > 0 ? factor / float(p.soft_cap) : factor * LOG2_E;
+        std::fill_n(key, CHUNK, base), std::fill_n(value, CHUNK, 1.0f);
     }
 
     void load_group(int g, const float* key_scales, const float* value_scales, int count) {
         for (int j = 0; j < GROUP; j++) {
-            key[g * GROUP + j] = key_scales[j] * base_;
+            key[g * GROUP + j] = key_scales[j] * base;
             value[g * GROUP + j] = j < count ? value_scales[j] : 0.0f;  // beyond it there may be NaN
         }
     }
 
-   private:
-    float base_;
 };
 
 // The keys of a chunk that a query sees.
@@ -104,15 +103,15 @@ struct Sight {
     int first, last;
 };
 
-// Scores of one row, [16 * GROUPS], to weights; the row's softmax moves on. Returns the decay of what came before.
+// Scores of one row, [16 * GROUPS], to weights, `bias` added to each; the row's softmax moves on. Returns the decay of what came before.
 template <class Math, int GROUPS, bool CAPPED>
-float weigh(const float* scores, const Factors& f, Sight sight, float& best, float* total,
+float weigh(const float* scores, const Factors& f, Sight sight, float bias, float& best, float* total,
             typename Math::Element* weights) {
     constexpr int N = GROUPS * GROUP / LANES;
     constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
     Vec t[N], most = splat(best);
     for (int i = 0; i < N; i++) {
-        t[i] = load_vec(scores + i * LANES) * load_vec(f.key + i * LANES);
+        t[i] = load_vec(scores + i * LANES) * load_vec(f.key + i * LANES) + bias;
         if (CAPPED) t[i] = (1.0f - 2.0f / (exp_vec(t[i] * 2.0f) + 1.0f)) * f.cap;  // tanh
     }
     if (sight.first > 0 || sight.last < GROUPS * GROUP - 1) {
@@ -136,14 +135,14 @@ float weigh(const float* scores, const Factors& f, Sight sight, float& best, flo
 }
 
 template <class Math, bool CAPPED>
-float weigh_groups(int groups, const float* scores, const Factors& f, Sight sight, float& best, float* total,
+float weigh_groups(int groups, const float* scores, const Factors& f, Sight sight, float bias, float& best, float* total,
                    typename Math::Element* weights) {
     static_assert(CHUNK / GROUP == 4, "one case a number of groups");
     switch (groups) {
-        case 1: return weigh<Math, 1, CAPPED>(scores, f, sight, best, total, weights);
-        case 2: return weigh<Math, 2, CAPPED>(scores, f, sight, best, total, weights);
-        case 3: return weigh<Math, 3, CAPPED>(scores, f, sight, best, total, weights);
-        default: return weigh<Math, 4, CAPPED>(scores, f, sight, best, total, weights);
+        case 1: return weigh<Math, 1, CAPPED>(scores, f, sight, bias, best, total, weights);
+        case 2: return weigh<Math, 2, CAPPED>(scores, f, sight, bias, best, total, weights);
+        case 3: return weigh<Math, 3, CAPPED>(scores, f, sight, bias, best, total, weights);
+        default: return weigh<Math, 4, CAPPED>(scores, f, sight, bias, best, total, weights);
     }
 }
 

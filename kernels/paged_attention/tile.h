@@ -27,6 +27,7 @@ struct Tile {
 template <class Math>
 class TileAttention {
     using Element = typename Math::Element;
+    static constexpr int64_t SEGMENTS = SPAN / SEGMENT;  // of a span
 
    public:
     TileAttention(const Problem& problem, const Layout<Math>& layout, const Tile& tile, int64_t kv_head)
@@ -37,6 +38,7 @@ class TileAttention {
         keys_ = memory_.keys.at_least(size_t(values_stride_ * CHUNK));
         values_ = memory_.values.at_least(size_t(values_stride_ * CHUNK));
         scratch_ = memory_.scratch.at_least(size_t(GROUP * width_));
+        if (p_.k_offset && tile_.end_key > SEGMENT) bias_ = memory_.bias.at_least(size_t(rows_ * SEGMENTS));
         memory_.factors.set_scales(p_, head_);
         for (int64_t r = 0; r < rows_; r++)
             Math::load_query(p_, offset_of(r, p_.q_token_stride, p_.q_head_stride), queries_ + r * steps_);
@@ -66,7 +68,7 @@ class TileAttention {
    private:
     struct Memory {
         AlignedBuffer<Element> queries, keys, values;
-        AlignedBuffer<float> scratch, span;
+        AlignedBuffer<float> scratch, span, offsets, bias;
         alignas(64) float scores[Math::MAX_ROWS * CHUNK];
         alignas(64) Element weights[Math::MAX_ROWS * CHUNK];
         float decay[Math::MAX_ROWS];
@@ -101,6 +103,7 @@ class TileAttention {
     // memory is asked for the next.
     void run_span(int64_t span, const Softmax& result, const Place& next) {
         int64_t first = std::max(span * SPAN, tile_.first_key / CHUNK * CHUNK);
+        if (bias_) load_bias(span);
         int64_t end = std::min((span + 1) * SPAN, tile_.end_key);
         for (int64_t key = first; key < end; key += CHUNK) {
             int groups = int((std::min<int64_t>(CHUNK, end - key) + GROUP - 1) / GROUP);
@@ -115,6 +118,32 @@ class TileAttention {
                 attend(key, groups, result);
             std::swap(now_, next_);
         }
+    }
+
+    // Products of the queries and what a span's keys lack beyond what those of segment 0 do, which adds one number to all
+    // scores of a query and so nothing to its softmax. In the unit of weigh's scores.
+    void load_bias(int64_t span) {
+        float* offsets = memory_.offsets.at_least(size_t((SEGMENTS + 1) * width_));
+        float* query = offsets + SEGMENTS * width_;
+        std::fill_n(offsets, (SEGMENTS + 1) * width_, 0.0f);
+        const float* start = p_.k_offset + head_ * p_.head_dim;
+        int64_t segments = std::min(SEGMENTS, (tile_.end_key - span * SPAN + SEGMENT - 1) / SEGMENT);
+        for (int64_t s = 0; s < segments; s++) {
+            const float* offset = start + (span * SEGMENTS + s) * p_.num_kv_heads * p_.head_dim;
+            for (int64_t d = 0; d < p_.head_dim; d++) offsets[s * width_ + d] = offset[d] - start[d];
+        }
+        for (int64_t r = 0; r < rows_; r++) {
+            load_query(p_, offset_of(r, p_.q_token_stride, p_.q_head_stride), query);
+            for (int64_t s = 0; s < SEGMENTS; s++) {
+                Vec sum{};
+                for (int64_t d = 0; d < width_; d += LANES) sum += load_vec(query + d) * load_vec(offsets + s * width_ + d);
+                bias_[r * SEGMENTS + s] = sum_lanes(sum) * memory_.factors.base;
+            }
+        }
+    }
+
+    float bias_of(int64_t row, int64_t key) const {
+        return bias_ ? bias_[row * SEGMENTS + key % SPAN / SEGMENT] : 0.0f;
     }
 
     void load_factors() {
@@ -171,8 +200,8 @@ class TileAttention {
         Memory& m = memory_;
         auto weigh_row = m.factors.cap > 0 ? weigh_groups<Math, true> : weigh_groups<Math, false>;
         for (int64_t i = 0; i < rows; i++)
-            m.decay[i] = weigh_row(groups, m.scores + i * CHUNK, m.factors, sight_of(r + i, key), result.best[r + i],
-                                   result.total + (r + i) * LANES, m.weights + i * CHUNK);
+            m.decay[i] = weigh_row(groups, m.scores + i * CHUNK, m.factors, sight_of(r + i, key), bias_of(r + i, key),
+                                   result.best[r + i], result.total + (r + i) * LANES, m.weights + i * CHUNK);
     }
 
     Sight sight_of(int64_t row, int64_t key) const {
@@ -188,6 +217,7 @@ class TileAttention {
     Memory& memory_;
     Element *queries_, *keys_, *values_;  // [rows, steps]; one chunk, laid out
     float* scratch_;                      // [GROUP, width]
+    float* bias_ = nullptr;  // of a span's scores, [rows, SEGMENTS]; null where all keys are of segment 0
     Chunk *now_ = &memory_.chunks[0], *next_ = &memory_.chunks[1];
 };
 

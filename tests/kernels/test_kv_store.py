@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from batchinfer.kernels.common.fp8 import decode_finite
-from batchinfer.kernels.kv_store import kv_store
+from batchinfer.kernels.kv_store import kv_store, rotary_kv_store
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -187,3 +187,42 @@ def test_refuses_what_does_not_fit():
         kv_store(k, k, cache, cache, torch.tensor([0]), scale, torch.ones(2))
     with pytest.raises(ValueError, match="do not fit"):
         kv_store(k, k, cache, cache, torch.tensor([0]), torch.ones(3), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("offset", "scale", "message"),
+    [
+        (torch.zeros(1, 2, 7), torch.zeros(3, 2, 4), r"k_offset torch.float32 \(1, 2, 7\): must be .* 2, 8"),
+        (torch.zeros(2, 8), torch.zeros(3, 2, 4), "must be float32"),
+        (torch.zeros(1, 2, 8, dtype=torch.bfloat16), torch.zeros(3, 2, 4), "must be float32"),
+        (torch.zeros(1, 8, 2).transpose(1, 2), torch.zeros(3, 2, 4), "contiguous"),
+        (torch.zeros(1, 2, 8), torch.ones(2), "k_offset needs a cache with a scale for each token"),
+    ],
+)
+def test_refuses_an_offset_that_does_not_fit(offset, scale, message):
+    cache, k, table = torch.zeros(3, 2, 4, 8, dtype=torch.int8), torch.zeros(1, 2, 8), torch.ones(4, 8)
+    zero = torch.tensor([0])
+    with pytest.raises(ValueError, match=message):
+        rotary_kv_store(k, k, k, zero, table, cache, cache, zero, scale, scale, offset, zero)
+    with pytest.raises(ValueError, match="k_offset needs token_positions"):
+        rotary_kv_store(k, k, k, zero, table, cache, cache, zero, *[torch.zeros(3, 2, 4)] * 2, torch.zeros(1, 2, 8))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+def test_offset_of_its_segment_is_taken_off_a_rotated_key(dtype):
+    """A turn by 90 degrees: (x, y) becomes (-y, x). What is left of a key that is the offset and a part that the format
+    holds exactly is that part, and values stay whole."""
+    left = torch.tensor([[1.0, -0.5, 0.25, 2.0]]).repeat(3, 1)[:, None]
+    offsets = torch.randn(3, 1, 4).mul(8).round() / 8  # so that sums are exact
+    token_positions = torch.tensor([255, 256, 767])
+    stored = left + offsets[[0, 1, 2]]
+    k = torch.cat((stored[..., 2:], -stored[..., :2]), -1)
+    caches, scales = zip(*(make_cache(dtype, True, heads=1, head_dim=4) for _ in "kv"), strict=True)
+    turn, slots = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([0, 5, 2])
+    rotary_kv_store(k, k, k, torch.zeros(3).long(), turn, *caches, slots, *scales, offsets, token_positions)
+    keys, values = (
+        (cache.float() * scale[..., None]).transpose(1, 2).flatten(0, 1)
+        for cache, scale in zip(caches, scales, strict=True)
+    )
+    torch.testing.assert_close(keys[slots], left, rtol=0, atol=0.01)
+    torch.testing.assert_close(values[slots], k, rtol=0.07, atol=0.15 if dtype == E5M2 else 0.04)

@@ -56,9 +56,9 @@ def poisoned(shape, dtype):
     return torch.full(shape, math.nan, dtype=dtype)
 
 
-def check(batch, window=None, soft_cap=None, sinks=None, run=cpu.paged_attention):
+def check(batch, window=None, soft_cap=None, sinks=None, k_offset=None, run=cpu.paged_attention):
     *tensors, scale, k_scale, v_scale = batch
-    arguments = (*tensors, k_scale, v_scale, Variant(scale, window, soft_cap, sinks))
+    arguments = (*tensors, k_scale, v_scale, Variant(scale, window, soft_cap, sinks, k_offset))
     result, expected = run(*arguments), reference.paged_attention(*arguments)
     assert result.dtype == batch[0].dtype
     tolerance = TOLERANCE[result.dtype]
@@ -107,6 +107,42 @@ def test_static_scales(cache_dtype, dtype):
     *tensors, scale, _, _ = make_batch(*RAGGED, 6, 2, 64, 16, dtype, cache_dtype)
     largest = STORAGE_MAX[cache_dtype]  # of the codes
     check((*tensors, scale, torch.tensor([3.0, 1.0]) / largest, torch.tensor([2.0]) / largest))
+
+
+SEGMENTS = ([1, 300, 40, 1, 3, 1], [700, 300, 560, 256, 1030, 257])
+
+
+@pytest.mark.parametrize("cache_dtype", [E4M3, E5M2, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(9, 3, 64), (7, 1, 80), (2, 2, 17), (16, 2, 128)])
+def test_offsets_of_keys(cache_dtype, dtype, q_heads, kv_heads, head_dim):
+    batch = make_batch(*SEGMENTS, q_heads, kv_heads, head_dim, 16, dtype, cache_dtype)
+    check(batch, k_offset=torch.randn(5, kv_heads, head_dim))
+
+
+@pytest.mark.parametrize("window", [None, 37, 300])
+@pytest.mark.parametrize("block_size", [16, 24, 5])
+def test_offsets_of_keys_with_windows_and_block_sizes(window, block_size):
+    batch = make_batch(*SEGMENTS, 6, 2, 64, block_size, torch.bfloat16, E4M3)
+    check(batch, window, k_offset=torch.randn(6, 2, 64))
+
+
+def test_offsets_leave_a_row_the_bits_that_it_has_alone_in_chunks_and_on_threads():
+    q, k, v, table, _, _, *rest = make_batch([600], [600], 6, 2, 64, 16, torch.bfloat16, E4M3)
+    offset = torch.randn(3, 2, 64)
+    whole = paged_attention(q, k, v, table, torch.tensor([0, 600]), torch.tensor([600]), *rest, k_offset=offset)
+    for threads, start, end in ((1, 0, 200), (1, 200, 600), (2, 511, 512), (2, 599, 600), (1, 255, 257), (2, 3, 600)):
+        torch.set_num_threads(threads)
+        offsets, lens = torch.tensor([0, end - start]), torch.tensor([end])
+        part = paged_attention(q[start:end], k, v, table, offsets, lens, *rest, k_offset=offset)
+        assert torch.equal(part, whole[start:end])
+
+
+def test_offset_of_the_first_segment_changes_no_bit_of_what_it_alone_is_in():
+    """It adds one number to all scores of a query."""
+    q, k, v, table, _, _, *rest = make_batch([256], [256], 6, 2, 64, 16, torch.bfloat16, E4M3)
+    batch = (q, k, v, table, torch.tensor([0, 256]), torch.tensor([256]), *rest)
+    assert torch.equal(paged_attention(*batch, k_offset=torch.randn(1, 2, 64)), paged_attention(*batch))
 
 
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 5, 8])
@@ -200,3 +236,6 @@ def test_builds_for_other_machines(build_for_others, monkeypatch, cache_dtype):
     for dtype in (torch.float32, torch.bfloat16):
         check(make_batch([1, 9], [40, 90], 6, 2, 80, 16, dtype, cache_dtype), 50)
         check(make_batch([1, 9], [40, 90], 6, 2, 80, 16, dtype, cache_dtype), None, 4.0, sinks)
+        if cache_dtype.itemsize == 1:
+            batch = make_batch([1, 9], [600, 300], 6, 2, 80, 16, dtype, cache_dtype)
+            check(batch, k_offset=torch.linspace(-1, 1, 480).view(3, 2, 80))

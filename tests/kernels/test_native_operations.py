@@ -138,15 +138,21 @@ def test_a_row_does_not_depend_on_threads():
 
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("rotary_dim", [32, 12])
-def test_fused_pass_has_the_bits_of_rotary_and_kv_store(cache_dtype, rotary_dim):
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_fused_pass_has_the_bits_of_rotary_and_kv_store(cache_dtype, rotary_dim, has_offset):
     heads = torch.randn(70, 9, 33).bfloat16()
     q, k, v = heads.split([5, 2, 2], dim=1)
     positions, table = torch.randint(0, 90, (70,)), torch.randn(90, rotary_dim)
     slots = torch.randperm(80)[:70].where(torch.arange(70) % 9 != 0, -1)
     caches = [[torch.zeros(5, 2, 16, 33).to(cache_dtype) for _ in "kv"] for _ in range(2)]
     scales = [[torch.zeros(5, 2, 16) if cache_dtype.itemsize == 1 else None for _ in "kv"] for _ in range(2)]
-    fused_q = rotary_kv_store(q, k, v, positions, table, *caches[0], slots, *scales[0])
+    offset = torch.randn(4, 2, 33) * 3 if has_offset and cache_dtype.itemsize == 1 else None
+    token_positions = torch.randint(0, 1024, (70,))
+    fused_q = rotary_kv_store(q, k, v, positions, table, *caches[0], slots, *scales[0], offset, token_positions)
     rotated_q, rotated_k = rotary_cpu.rotary(q, k, positions, table)
+    if offset is not None:
+        rotated_k = rotated_k.float() - offset[token_positions // 256]
+        v = v.float()
     store_cpu.kv_store(rotated_k, v, *caches[1], slots, *scales[1])
     assert torch.equal(fused_q, rotated_q)
     for fused, apart in zip((*caches[0], *scales[0]), (*caches[1], *scales[1]), strict=True):

@@ -210,6 +210,31 @@ def test_scales_multiply_stored_vectors(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (24, None), (16, 100)])
+def test_offsets_are_part_of_the_keys(dtype, block_size, window):
+    """Over three segments of 256 positions, of which blocks of 24 straddle the borders."""
+    case = Case([600, 40], 6, 2, 32, block_size)
+    codes = [(x.clamp(-3, 3).nan_to_num(0) * 30).to(dtype) for x in (case.k_cache, case.v_cache)]
+    generator = torch.Generator().manual_seed(1)
+    scales = [torch.rand(codes[0].shape[:-1], generator=generator) * 0.1 for _ in "kv"]
+    offset = torch.randn(3, 2, 32, generator=generator) * 2
+    for s, (table, n) in enumerate(zip(case.tables, case.seq_lens, strict=True)):
+        k, v = (
+            (c[table].float() * scale[table][..., None]).transpose(1, 2).flatten(0, 1)[:n]
+            for c, scale in zip(codes, scales, strict=True)
+        )
+        case.k[s], case.v[s] = k + offset[torch.arange(n) // 256], v
+    case.k_cache, case.v_cache = codes
+    options = {"k_scale": scales[0], "v_scale": scales[1], "k_offset": offset, "sliding_window": window}
+    whole, last = case.run([(0, 0, 600), (1, 39, 40)], **options)
+    expected = [naive(q, k, v, window) for q, k, v in zip(case.q, case.k, case.v, strict=True)]
+    torch.testing.assert_close(whole.double(), expected[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(last.double(), expected[1][39:], rtol=2e-5, atol=2e-5)
+    single = case.run([(0, 599, 600)], **options)[0]
+    torch.testing.assert_close(single.double(), expected[0][599:], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("num_scales", [1, 2])
 def test_static_scales(dtype, num_scales):
     case = Case([70, 33], 6, 2, 64)
@@ -265,6 +290,7 @@ def test_block_ids_that_straddle_two_to_the_31_elements(block_size, scaled):
 
 
 EIGHT_BITS = {name: torch.zeros(2, 2, 16, 8, dtype=torch.int8) for name in ("k_cache", "v_cache")}
+SCALED = EIGHT_BITS | {"k_scale": torch.zeros(2, 2, 16), "v_scale": torch.zeros(2, 2, 16)}
 
 
 @pytest.mark.parametrize(
@@ -280,6 +306,11 @@ EIGHT_BITS = {name: torch.zeros(2, 2, 16, 8, dtype=torch.int8) for name in ("k_c
         ({**EIGHT_BITS, "k_scale": torch.zeros(1)}, "of one kind"),
         ({**EIGHT_BITS, "k_scale": torch.zeros(2, 2, 16), "v_scale": torch.zeros(2)}, "of one kind"),
         (EIGHT_BITS, "an int8 cache needs scales"),
+        ({"k_offset": torch.zeros(1, 2, 8)}, "k_offset needs a cache with a scale"),
+        ({**SCALED, "k_offset": torch.zeros(1, 2, 9)}, r"k_offset torch.float32 \(1, 2, 9\)"),
+        ({**SCALED, "k_offset": torch.zeros(0, 2, 8)}, "k_offset covers 0 of 16 positions"),
+        ({**SCALED, "k_offset": torch.zeros(1, 2, 8), "soft_cap": 3.0}, "k_offset goes with neither"),
+        ({**SCALED, "k_offset": torch.zeros(1, 2, 8), "sinks": torch.zeros(4)}, "k_offset goes with neither"),
         ({"v_cache": torch.zeros(2, 2, 16, 8).bfloat16()}, "one shape and dtype"),
         ({"q": torch.zeros(1, 3, 8)}, r"queries \(1, 3, 8\)"),
         ({"seq_lens": torch.zeros(2).int()}, "2 lengths"),

@@ -95,6 +95,21 @@ def test_attention_compiles_three_kernels_for_steps_of_any_size():
     assert len(launches.distinct) == 3  # for chunks, for single tokens, and to join these
 
 
+def test_offsets_of_keys_bring_three_kernels_more_for_contexts_of_several_segments():
+    cache, scale = meta(100, 2, 16, 64).to(torch.float8_e4m3fn), torch.empty(100, 2, 16, device="meta")
+    variant = Variant(0.125, k_offset=torch.empty(9, 2, 64, device="meta"))
+    with ahead_of_time(TARGETS["gfx942"]) as launches:
+        for q_lens, width in (([1], 16), ([1], 17), ([300], 7), ([1] * 16, 33), ([1, 5], 130), ([16] * 16, 97)):
+            table, offsets, lengths = (
+                torch.empty(shape, dtype=torch.int32, device="meta")
+                for shape in ((len(q_lens), width), (len(q_lens) + 1,), (len(q_lens),))
+            )
+            q = meta(sum(q_lens), 8, 64)
+            attention_gpu.paged_attention(q, cache, cache, table, offsets, lengths, scale, scale, variant)
+    names = [kernel.name for kernel in launches.distinct]
+    assert sorted(names) == ["_join_segments", *["_paged_attention"] * 4, "_score_bias"]
+
+
 def test_dissection_tells_spilling_code():
     """The same kernel with a row far too wide for the registers of one warp."""
     with ahead_of_time(TARGETS["sm_80"]) as launches:

@@ -192,6 +192,7 @@ def test_kv_store(dtype, cache_dtype, scaled):
 @pytest.mark.parametrize("cache_dtype", [torch.float16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim", "rotary_dim"), ROTATED)
 def test_rotary_kv_store_has_the_bits_of_the_two(dtype, cache_dtype, q_heads, kv_heads, head_dim, rotary_dim):
+    """With what the keys have in common taken off, where the cache has scales."""
     q, k, v = (torch.randn(4, heads, head_dim).to(dtype) for heads in (q_heads, kv_heads, kv_heads))
     table, positions, slots = torch.randn(30, rotary_dim), torch.tensor([29, 0, 7, 7]), torch.tensor([3, 0, -1, 9])
     scaled = cache_dtype.itemsize == 1
@@ -199,8 +200,11 @@ def test_rotary_kv_store_has_the_bits_of_the_two(dtype, cache_dtype, q_heads, kv
         [cache_of(cache_dtype, scaled, kv_heads=kv_heads, head_dim=head_dim) for _ in range(2)] for _ in range(2)
     )
     (kc, ks), (vc, vs) = fused
-    rotated = store_gpu.rotary_kv_store(q, k, v, positions, table, kc, vc, slots, ks, vs)
+    offset, token_positions = torch.randn(3, kv_heads, head_dim) if scaled else None, torch.tensor([767, 255, 0, 256])
+    rotated = store_gpu.rotary_kv_store(q, k, v, positions, table, kc, vc, slots, ks, vs, offset, token_positions)
     expected_q, expected_k = rotary_gpu.rotary(q, k, positions, table)
+    if offset is not None:
+        expected_k = expected_k.float() - offset[token_positions // 256]
     (kc, ks), (vc, vs) = apart
     store_reference.kv_store(expected_k, v, kc, vc, slots, ks, vs)
     assert torch.equal(rotated, expected_q)

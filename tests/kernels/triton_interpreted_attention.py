@@ -136,6 +136,32 @@ def test_tiny_scales_of_values_keep_their_precision():
     assert (actual - expected).abs().max() < 6e-8  # half of float16's least number, in which the result is
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("block_size", "window"), [(16, None), (24, 300)])
+def test_offsets_are_part_of_the_keys(cache_dtype, block_size, window):
+    """Contexts of one segment and of three, with chunks and single tokens, whose keys are cut in parts as well."""
+    case = Case([600, 50], 6, 2, 32, block_size, dtype=torch.float16)
+    scales = quantised(case, cache_dtype, torch.Generator().manual_seed(1))
+    offset = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(2))
+    case.k = [k + offset[torch.arange(len(k)) // 256] for k in case.k]
+    options = {"k_scale": scales[0], "v_scale": scales[1], "k_offset": offset, "sliding_window": window}
+    for chunks in ([(0, 250, 265), (1, 49, 50)], [(0, 599, 600), (1, 0, 50)]):
+        check(case, chunks, torch.float16, lambda q, k, v, **_: dense(q, k, v, window), **options)
+
+
+def test_offsets_leave_a_row_the_bits_that_it_has_alone_and_in_chunks():
+    case = Case([530, 70], 2, 1, 32, dtype=torch.float16)
+    scales = quantised(case, torch.int8, torch.Generator().manual_seed(1))
+    options = {"k_scale": scales[0], "v_scale": scales[1], "k_offset": torch.randn(3, 1, 32)}
+    whole, short = case.run([(0, 240, 530), (1, 0, 70)], **options)
+    for start, end in ((240, 300), (500, 530)):
+        assert torch.equal(case.run([(0, start, end)], **options)[0], whole[start - 240 : end - 240])
+    del case.q[0], case.tables[0]
+    alone = case.run([(0, 0, 70)], **options)[0]
+    assert torch.equal(alone, short)
+    assert torch.equal(alone, case.run([(0, 0, 70)], k_scale=scales[0], v_scale=scales[1])[0])
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_static_scales(size):
     case = Case([600, 50], 6, 2, 64)
