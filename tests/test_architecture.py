@@ -28,7 +28,7 @@ LEVELS = [
 ]
 TORCH_FREE = {"scheduling", "data", "plain"}
 TORCH_FREE_MODULES = {"batchinfer.cache.block_pool", "batchinfer.cache.spec", "batchinfer.summary"}
-HEAVY = ("torch", "transformers", "datasets", "pyarrow", "numpy", "triton", "gguf", "tqdm", "fsspec")
+HEAVY = ("torch", "transformers", "datasets", "pyarrow", "numpy", "triton", "gguf", "tqdm", "fsspec", "matplotlib")
 
 
 class Import(NamedTuple):

@@ -52,11 +52,11 @@ def known_peaks(stats: Mapping[str, Any]) -> DevicePeaks | None:
 
 def _beside(job: FinishedJob, in_directory: str, suffix: str) -> str:
     layout = job.layout
-    return f"{layout.root.rstrip('/')}/{layout.file + suffix if layout.file else in_directory}"
+    name = layout.file + suffix if layout.file else in_directory
+    return name if layout.root == "." else f"{layout.root.rstrip('/')}/{name}"
 
 
 def _put(path: str, data: bytes) -> None:
-    folder, _, name = (
-        path.rpartition("/") if "://" in path else os.path.abspath(os.path.expanduser(path)).rpartition("/")
-    )
+    whole = path if "://" in path else os.path.abspath(os.path.expanduser(path))
+    folder, _, name = whole.rpartition("/")
     open_storage(folder or "/", ".").put(name, data)
