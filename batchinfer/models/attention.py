@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from batchinfer.cache.paged_kv import PagedKVCache
@@ -55,8 +56,10 @@ class Attention:
         rotation: StepRotation,
         cache: PagedKVCache,
         k_offset: Tensor | None = None,
+        last_rows: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same. k_offset: as rotary_kv_store's."""
+        """[num_tokens, hidden_size] to the same. k_offset: as rotary_kv_store's. last_rows: int64 [num_seqs], each
+        sequence's last token: only these attend, [num_seqs, hidden_size], while all keys and values are stored."""
         spec, layer = self._spec, self._layer
         heads = self._qkv(hidden).unflatten(-1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -68,11 +71,14 @@ class Attention:
             scales = (self._kv_scales.key, self._kv_scales.value)
         rotated = (q, k, v, rotation.rows, rotation.cos_sin)
         q = rotary_kv_store(*rotated, *stored, batch.slot_mapping, *scales, k_offset, batch.positions)
+        cu_seqlens_q = batch.cu_seqlens_q
+        if last_rows is not None:
+            q, cu_seqlens_q = q[last_rows], torch.arange(len(last_rows) + 1, dtype=torch.int32, device=q.device)
         attended = paged_attention(
             q,
             *stored,
             batch.block_table,
-            batch.cu_seqlens_q,
+            cu_seqlens_q,
             batch.seq_lens,
             spec.head_dim**-0.5,
             *scales,

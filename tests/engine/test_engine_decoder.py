@@ -76,7 +76,9 @@ def make_engine(
         cache.key(layer).fill_(torch.nan)
         cache.value(layer).fill_(torch.nan)
     pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    config = SchedulerConfig(  # greedy: a forecast would spare the preemptions
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, admission="greedy"
+    )
     threshold = decoder.spec.rope.length_threshold
     engine = Engine(decoder, cache, pool, PieceTokenizer(), config, frozenset(), 50, rope_length_threshold=threshold)
     return engine, pool
