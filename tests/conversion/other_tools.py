@@ -68,6 +68,16 @@ def unpacked(path: Path) -> dict[str, Tensor]:
     return weights | {name: source.read(name) for name in unused if not name.endswith(("k_scale", "v_scale"))}
 
 
+def agree(found: dict[str, Tensor], ours: dict[str, Tensor]) -> bool:
+    """Whether all our weights are the same elsewhere, bit for bit, or as bf16 holds them: transformers 5.24 computes
+    them in the precision of the scales."""
+    exact, rounded = (
+        all(torch.equal(found[name].float(), weight.to(dtype).float()) for name, weight in ours.items())
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    return exact or rounded
+
+
 def deviation(found: Tensor, wanted: Tensor) -> float:
     assert wanted.isfinite().all()
     return float((found.float() - wanted).norm() / wanted.norm())

@@ -53,12 +53,12 @@ def guard(decoder, dtype, is_strict, given=PROMPTS):
     return guard_kv_cache(decoder, decoder.kv_cache_spec(BLOCK, dtype), given, is_strict, lines.append), lines
 
 
-def kl_divergence(decoder, dtype, wide_layers):
+def kl_divergence(decoder, dtype, wide_layers, given=PROMPTS):
     """The mean over all tokens, in float64, from the logits of each prompt run by itself."""
 
     def logprobs(spec):
-        cache = PagedKVCache(spec, blocks_needed(PROMPTS, BLOCK))
-        hidden = [run_whole(decoder, cache, [prompt], BLOCK) for prompt in PROMPTS]
+        cache = PagedKVCache(spec, blocks_needed(given, BLOCK))
+        hidden = [run_whole(decoder, cache, [prompt], BLOCK) for prompt in given]
         return decoder.compute_logits(torch.cat(hidden)).double().log_softmax(-1)
 
     p, q = (logprobs(decoder.kv_cache_spec(BLOCK, *rest)) for rest in (["auto"], [dtype, wide_layers]))
@@ -113,6 +113,35 @@ def test_layers_that_the_options_keep_already_are_not_named_again(faulty):
     assert {layer for _, layer in layers_by_harm(faulty, spec, PROMPTS)} == {0, 1, 3}
 
 
+@pytest.fixture(scope="module")
+def big_keys(tmp_path_factory):
+    """Of Qwen2.5's class: in the first and the last layer biases take single channels of the keys to hundreds, which
+    the queries meet; and logits are as sharp as a trained model's."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 192, "max_position_embeddings": 256}
+    model = make_hf_model("qwen2", num_hidden_layers=LAYERS, initializer_range=0.15, **sizes)
+    with torch.no_grad():
+        for layer in (model.model.layers[0], model.model.layers[-1]):
+            layer.self_attn.k_proj.bias[::8] += 300
+            layer.self_attn.k_proj.bias[4::8] -= 300
+            layer.self_attn.q_proj.bias[1::2] += 0.5
+        model.lm_head.weight *= 3
+    return load_decoder(save(model, tmp_path_factory.mktemp("big")))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_keys_in_the_hundreds_are_warned_of_and_strict_brings_them_within_the_bound(big_keys, dtype):
+    """A conversation of several turns, at the bound that jobs have."""
+    given = prompts(180, 60)
+    outcome, lines = guard(big_keys, dtype, False, given)
+    assert outcome.after.kl_divergence == pytest.approx(kl_divergence(big_keys, dtype, (), given), rel=1e-2)
+    assert outcome.after.kl_divergence > 1
+    assert lines[0].startswith("warning: KV guard: ")
+    outcome, _ = guard(big_keys, dtype, True, given)
+    assert 0 in outcome.wide_layers
+    assert len(outcome.wide_layers) < LAYERS
+    assert kl_divergence(big_keys, dtype, outcome.wide_layers, given) < KL_BOUND
+
+
 class AdditiveTrial:
     """Stands in for prompts of a model on which the divergence adds up over the layers in 8 bits."""
 
@@ -157,3 +186,32 @@ def test_nan_of_the_8_bit_cache_alone_is_beyond_any_bound():
     assert not figures.is_within_bound
     assert 1e38 < figures.kl_divergence < np.inf  # which JSON holds
     assert figures.top1_agreement == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_the_default_model_bears_8_bits_over_several_turns(smollm2, dtype):
+    from batchinfer.data.tokenizer import Tokenizer
+
+    turns = [
+        ("user", "Name the planets of the solar system, the nearest to the sun first, and say a word about each."),
+        (
+            "assistant",
+            "Mercury is small, Venus hot, Earth ours, Mars red, Jupiter large, Saturn ringed, Uranus tilted.",
+        ),
+        ("user", "One is missing. Which is it, who found it, and how far is it from the sun in kilometres?"),
+        (
+            "assistant",
+            "Neptune, found by Galle in 1846 where Le Verrier had computed it to be: 4.5 billion kilometres.",
+        ),
+        ("user", "How long does light take from the sun to there? Show the arithmetic step by step, please."),
+    ]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    tokenizer = Tokenizer.load(smollm2)
+    chats = [tokenizer.apply_chat_template(messages[:length]) for length in (1, 3, 5)]
+    given = tokenizer.encode_batch(chats, add_special_tokens=False)
+    decoder = load_decoder(smollm2)
+    outcome, lines = guard(decoder, dtype, False, given)
+    assert not lines[0].startswith("warning")
+    assert kl_divergence(decoder, dtype, (), given) < KL_BOUND
+    assert outcome.after.top1_agreement > 0.9
