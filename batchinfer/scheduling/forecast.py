@@ -16,11 +16,12 @@ from batchinfer.sequence import Sequence
 
 IntArray = npt.NDArray[np.int64]
 
-_ALLOWED_SHARE = 0.01  # of all computed tokens, to be computed again after preemptions
-_PRIOR_TOKENS = 20_000  # of work at the allowed share that a job is assumed to come with
-_LEAST_CAUTION, _MOST_CAUTION = 0.25, 4.0
+_AIMED_SHARE = 0.005  # of all computed tokens, to be computed again after preemptions
+_PRIOR_TOKENS = 20_000  # of work at this share that a job is assumed to come with
+_LEAST_CAUTION, _MOST_CAUTION = 1.0, 4.0
+_NEVER = np.iinfo(np.int64).max
 _RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as none has ended
-_UPDATE_STEPS = 64  # length curves are worked out anew at least as often, for the sake of answers that run on and on
+_UPDATE_STEPS = 16  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
 
 class Usage(NamedTuple):
@@ -62,9 +63,9 @@ class _Running:
 
     num_tokens: IntArray
     growth: IntArray
-    uncounted: IntArray  # blocks that are counted for another sequence, or in `base`
+    uncounted: IntArray  # blocks that are shared, and counted in `base`
     uncertain: npt.NDArray[np.bool_]
-    base: int  # blocks in use that no running sequence counts
+    base: int  # blocks in use that no running sequence has alone
     at_ends: int  # blocks if all were at their ends at once: no peak is higher
 
     def joined_by(self, num_tokens: int, growth: int, uncounted: int, uncertain: bool, blocks: int) -> "_Running":
@@ -82,11 +83,11 @@ class _Running:
 class Forecast:
     """Starts a sequence if the peak of the blocks held, from now until the last running sequence ends, fits the pool
     with a margin. Lengths are those of OutputLengths, drawn evenly over the running sequences, so that some are
-    expected to be short and some long, as they will be; a block counts once, however many share it.
+    expected to be short and some long, as they will be. A block counts once, however many share it, and until all of
+    them have ended.
 
-    The margin is `caution` standard deviations of what chance adds. caution follows the cost: it is the share of the
-    work so far that was recomputation, against the share that is allowed. Where max_tokens alone ends answers there
-    is no chance, and no margin.
+    The margin is `caution` standard deviations of what chance adds. caution follows the cost: it rises with the share
+    of the work so far that was recomputation. Where max_tokens alone ends answers there is no chance, and no margin.
     """
 
     def __init__(self, table: RunningTable, pool: BlockPool, lengths: OutputLengths) -> None:
@@ -106,12 +107,14 @@ class Forecast:
     def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
         if self._refused == (sequence, self._table.num_changes) and self._steps_to_retry > 0:
             return None
-        pool, running = self._pool, self._current()
+        pool = self._pool
         num_used = pool.num_used_blocks
         cached = cached_blocks(pool, sequence, token_ids)
         num_shared = len(cached) - (pool.num_used_blocks - num_used)
+        if num_shared and self._table.share([block for block in cached if pool.ref_count(block) > 1]):
+            self._running = None
+        with_it = self._join(self._current(num_used), sequence, len(token_ids), num_shared)
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
-        with_it = self._join(running, sequence, len(token_ids), num_shared)
         fits = num_new <= pool.num_free_blocks and (self._table.num_running == 0 or self._fits(with_it))
         if not fits:
             pool.free(cached)
@@ -121,20 +124,22 @@ class Forecast:
         return cached + pool.allocate(num_new), len(cached)
 
     def victim(self) -> Sequence:
-        """The sequence whose preemption loses the least computed work; of several, the one admitted last."""
+        """The sequence whose preemption loses the least computed work, of those that have blocks alone; of several, the
+        one admitted last."""
         table = self._table
         slots = table.in_admission_order()[::-1]
-        lost = table.computed[slots] - (table.num_blocks[slots] - table.num_own[slots]) * table.block_size
-        sequence = table.sequences[int(slots[np.argmin(lost)])]
+        own = table.num_own[slots]
+        lost = table.computed[slots] - (table.num_blocks[slots] - own) * table.block_size
+        sequence = table.sequences[int(slots[np.argmin(np.where(own > 0, lost, _NEVER))])]
         assert sequence is not None
         return sequence
 
     @property
     def caution(self) -> float:
         """Standard deviations kept free."""
-        allowed = _ALLOWED_SHARE * _PRIOR_TOKENS
-        share = (self._table.num_recomputed + allowed) / (self._table.num_computed + _PRIOR_TOKENS)
-        return min(max(share / _ALLOWED_SHARE, _LEAST_CAUTION), _MOST_CAUTION)
+        aimed = _AIMED_SHARE * _PRIOR_TOKENS
+        share = (self._table.num_recomputed + aimed) / (self._table.num_computed + _PRIOR_TOKENS)
+        return min(max(share / _AIMED_SHARE, _LEAST_CAUTION), _MOST_CAUTION)
 
     def _fits(self, running: _Running) -> bool:
         if running.at_ends + running.base <= self._pool.num_blocks:
@@ -143,10 +148,11 @@ class Forecast:
         margin = self.caution * spread_of_usage(usage, running.uncertain) if running.uncertain.any() else 0
         return bool((usage.blocks + margin).max() + running.base <= self._pool.num_blocks)
 
-    def _current(self) -> _Running:
+    def _current(self, num_used: int) -> _Running:
+        """num_used: blocks in use, without what acquire() has just referenced."""
         if self._running is None:
             self._update_lengths()
-            self._running = self._look()
+            self._running = self._look(num_used)
         return self._running
 
     def _update_lengths(self) -> None:
@@ -154,7 +160,7 @@ class Forecast:
             self._table.teach(self._lengths)
             self._steps_to_update = _UPDATE_STEPS
 
-    def _look(self) -> _Running:
+    def _look(self, num_used: int) -> _Running:
         table, slots = self._table, self._table.in_admission_order()
         num_tokens = np.minimum(table.known[slots] + table.in_flight[slots], table.limit[slots])
         generated, classes = table.num_generated(slots), table.length_class[slots]
@@ -162,7 +168,7 @@ class Forecast:
         growth = np.maximum(remaining - 1, 0)  # the last token is an answer, never an input
         uncounted = table.num_blocks[slots] - table.num_own[slots]
         at_ends = int((-(-(num_tokens + growth) // self._pool.block_size) - uncounted).sum())
-        base = self._pool.num_used_blocks - int(table.num_own[slots].sum())
+        base = num_used - int(table.num_own[slots].sum())
         return _Running(num_tokens, growth, uncounted, classes > 0, base, at_ends)
 
     def _join(self, running: _Running, sequence: Sequence, num_tokens: int, num_shared: int) -> _Running:

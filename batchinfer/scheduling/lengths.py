@@ -13,11 +13,11 @@ FloatArray = npt.NDArray[np.float64]
 
 _EXACT = 0  # the class of requests that nothing but max_tokens ends
 _MAX_CLASSES = 64
-_PRIOR_MEAN_TOKENS = 1024.0  # where nothing is known and more is allowed
+_PRIOR_MEAN_TOKENS = 4096.0  # where nothing has ended yet, and more is allowed
 _PRIOR_SEQUENCES = 4.0  # how many finished requests the prior counts for, and all requests for those of one class
-_SMALLEST_CHANGE = 8  # endings after which the figures are worked out anew, at least
+_SMALLEST_CHANGE = 4  # endings after which the figures are worked out anew, at least
 _NEVER = 1e3  # a cumulative hazard that no draw reaches
-# Rising lengths (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, ...) between which the rate of ending is taken as constant.
+# Rising lengths (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, ...) between which the rate of ending is constant.
 _EDGES = np.unique(np.ceil(2.0 ** (np.arange(0, 22 * 4) / 4))).astype(np.float64)
 _EDGES = np.concatenate([[0.0], _EDGES])
 _WIDTHS = np.diff(_EDGES)
@@ -26,16 +26,16 @@ _WIDTHS = np.diff(_EDGES)
 class OutputLengths:
     """Survival curves of answers, one for each class of requests: those of about equally long prompts and limits.
 
-    A curve's rate of ending between two lengths is the number of answers that ended there, divided by the tokens that
-    all answers, running ones included, have generated there: so long answers that still run count, and the early
-    endings at a job's start mislead nobody. Answers that max_tokens cut off count as ones that went on. Classes with
-    few endings lean on all, and all on a prior.
+    Of the answers that came to a length, running ones included, a curve counts the share that ended before the next:
+    so long answers that still run count, and the early endings at a job's start mislead nobody (an actuary's life
+    table). Answers that max_tokens cut off count as ones that went on. Classes with few endings lean on all, and all on
+    a constant rate of ending, which at first is low.
     """
 
     def __init__(self) -> None:
         self._classes: dict[tuple[int, int], int] = {}
         self._endings = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))
-        self._exposure = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))  # tokens generated, of finished answers
+        self._entered = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))  # finished answers that came so far
         self._num_ended = 0
         self._num_ended_at_update = 0
         self.update(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -62,25 +62,28 @@ class OutputLengths:
         if length_class == _EXACT:
             return
         self._num_ended += 1
-        self._exposure[length_class] += np.clip(num_tokens - _EDGES[:-1], 0, _WIDTHS)
+        self._entered[length_class] += _passed(np.array([num_tokens]))[0]
         if not is_cut:
-            self._endings[length_class, _bins(np.array([num_tokens - 1]))[0]] += 1
+            last = _bins(np.array([num_tokens - 1]))[0]
+            self._entered[length_class, last] += 1 - _passed(np.array([num_tokens]))[0, last]
+            self._endings[length_class, last] += 1
 
     def update(self, classes: IntArray, num_tokens: IntArray) -> None:
         """Works out the curves. classes, num_tokens: of the answers that run, so far."""
-        exposure = self._exposure.copy()
-        np.add.at(exposure, classes, np.clip(num_tokens[:, None] - _EDGES[:-1], 0, _WIDTHS))
-        weight = _PRIOR_SEQUENCES * _WIDTHS
-        common = (self._endings.sum(0) + weight / _PRIOR_MEAN_TOKENS) / (exposure[1:].sum(0) + weight)
-        rates = (self._endings + weight * common) / (exposure + weight)
-        rates[_EXACT] = 0
-        self._hazard = np.zeros((len(rates), len(_EDGES)))  # cumulative, at the edges; its exponential is survival
-        np.cumsum(rates * _WIDTHS, axis=1, out=self._hazard[:, 1:])
+        entered = self._entered.copy()
+        np.add.at(entered, classes, _passed(num_tokens))
+        of_all = entered[1:].sum(0)
+        constant = (1 + self._endings.sum()) / (_PRIOR_MEAN_TOKENS + (of_all * _WIDTHS).sum())  # endings a token
+        common = _share(self._endings.sum(0), of_all, 1 - np.exp(-constant * _WIDTHS))
+        ending = _share(self._endings, entered, common)  # share of the answers that end between two edges
+        ending[_EXACT] = 0
+        self._hazard = np.zeros((len(ending), len(_EDGES)))  # cumulative, at the edges; its exponential is survival
+        np.cumsum(-np.log1p(-np.minimum(ending, 1 - 1e-9)), axis=1, out=self._hazard[:, 1:])
         np.minimum(self._hazard, _NEVER / 2, out=self._hazard)
         survival = np.exp(-self._hazard)
         self._mean = np.zeros_like(self._hazard)  # tokens generated up to each edge, on average
         np.cumsum((survival[:, 1:] + survival[:, :-1]) / 2 * _WIDTHS, axis=1, out=self._mean[:, 1:])
-        self._rising = (self._hazard + _NEVER * np.arange(len(rates))[:, None]).ravel()  # all curves in one
+        self._rising = (self._hazard + _NEVER * np.arange(len(ending))[:, None]).ravel()  # all curves in one
         self._num_ended_at_update = self._num_ended
 
     def expected(self, requests: Sequence[Request]) -> FloatArray:
@@ -113,3 +116,13 @@ class OutputLengths:
 def _bins(lengths: npt.NDArray[np.generic]) -> IntArray:
     """The bin in which the token after each length falls."""
     return np.minimum(np.searchsorted(_EDGES, lengths, side="right") - 1, len(_WIDTHS) - 1)
+
+
+def _passed(num_tokens: IntArray) -> FloatArray:
+    """How much of the way between each two edges answers of these lengths have come [num_answers, num_bins]."""
+    return np.clip((num_tokens[:, None] - _EDGES[:-1]) / _WIDTHS, 0, 1)
+
+
+def _share(endings: FloatArray, entered: FloatArray, prior: FloatArray) -> FloatArray:
+    """endings / entered, after _PRIOR_SEQUENCES more of which the share `prior` ended."""
+    return (endings + _PRIOR_SEQUENCES * prior) / (entered + _PRIOR_SEQUENCES)

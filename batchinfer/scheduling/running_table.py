@@ -26,7 +26,7 @@ class RunningTable:
     """A slot is free, running, or retiring: vacated while steps in flight still read its blocks. Its sequence and block
     table stay until the slot is free, so that an entry of a step in flight can be traced by its slot."""
 
-    def __init__(self, max_num_seqs: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
@@ -40,7 +40,8 @@ class RunningTable:
         self.level = np.zeros(max_num_seqs)  # where among like answers this one's length is assumed to lie
         self.scores_only = np.zeros(max_num_seqs, np.bool_)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
-        self.num_own = np.zeros(max_num_seqs, np.int64)  # of them, those that no sequence held before it
+        self.num_own = np.zeros(max_num_seqs, np.int64)  # of them, those that no other sequence has held with it
+        self._owner = np.full(num_blocks, -1, np.int64)  # the slot that has a block alone, of blocks in use; or -1
         self.num_registered = np.zeros(max_num_seqs, np.int64)  # leading blocks known to the prefix index
         self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
         self.num_computed = 0  # tokens of all steps so far
@@ -65,10 +66,16 @@ class RunningTable:
         return min(max((self._num_placed + 1) * _GOLDEN_RATIO % 1, 1e-3), 1 - 1e-3)
 
     def place(
-        self, sequence: Sequence, num_cached_tokens: int, count: int, step_id: int, num_own: int, length_class: int
+        self,
+        sequence: Sequence,
+        num_cached_tokens: int,
+        count: int,
+        step_id: int,
+        shared_blocks: list[int],
+        length_class: int,
     ) -> int:
-        """Gives a sequence that holds its blocks, num_own of which none held before, a slot; a step computes `count`
-        tokens after the cached ones."""
+        """Gives a sequence that holds its blocks a slot; a step computes `count` tokens after the cached ones.
+        shared_blocks: those of them that others hold, too."""
         slot = self._free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -83,7 +90,7 @@ class RunningTable:
         self.level[slot] = self.next_level
         self.scores_only[slot] = sequence.request.max_tokens == 0
         self.num_blocks[slot] = len(sequence.block_table)
-        self.num_own[slot] = num_own
+        self._own_all_but(slot, shared_blocks)
         self.num_registered[slot] = num_cached_tokens // self.block_size
         self.last_step[slot] = step_id
         self.num_computed += count
@@ -93,6 +100,21 @@ class RunningTable:
         self._admitted[slot] = None
         self._order = None
         return slot
+
+    def _own_all_but(self, slot: int, shared_blocks: list[int]) -> None:
+        blocks = self.block_tables[slot]
+        self.share(shared_blocks)
+        self._owner[blocks] = slot
+        self._owner[shared_blocks] = -1
+        self.num_own[slot] = len(blocks) - len(shared_blocks)
+
+    def share(self, blocks: list[int]) -> bool:
+        """From now on more than one sequence holds the blocks. Returns whether one had any of them alone."""
+        owners = self._owner[blocks]
+        owners = owners[owners >= 0]
+        np.subtract.at(self.num_own, owners, 1)
+        self._owner[blocks] = -1
+        return len(owners) > 0
 
     def vacate(self, slot: int) -> None:
         """The slot's sequence runs no more; the slot retires."""
@@ -158,6 +180,7 @@ class RunningTable:
             at += count
         self.num_blocks[slots] += missing
         self.num_own[slots] += missing
+        self._owner[blocks] = np.repeat(slots, missing)
         return appended
 
     def advance(self, slots: IntArray, counts: IntArray, step_id: int) -> None:

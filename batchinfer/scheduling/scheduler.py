@@ -52,7 +52,7 @@ class Scheduler:
         self._block_size = block_pool.block_size
         self._shares_blocks = block_pool.enable_prefix_caching and not config.reserves
         self._clock = clock
-        self._table = RunningTable(config.max_num_seqs, block_pool.block_size)
+        self._table = RunningTable(config.max_num_seqs, block_pool.block_size, block_pool.num_blocks)
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths()
         self._admission = admission_rule(config, self._table, block_pool, self._lengths, max_model_len)
@@ -152,7 +152,6 @@ class Scheduler:
         """Gives the sequence blocks and a slot, or None where the blocks do not suffice."""
         num_tokens = sequence.num_confirmed_tokens
         token_ids = token_slice(sequence, 0, num_tokens)
-        num_used = self._pool.num_used_blocks
         acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
@@ -164,9 +163,9 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached_tokens
         sequence.status = SequenceStatus.RUNNING
         sequence.num_computed_tokens = num_cached_tokens + count
-        num_own = self._pool.num_used_blocks - num_used
+        shared = [block for block in sequence.block_table[:num_cached_blocks] if self._pool.ref_count(block) > 1]
         length_class = self._lengths.class_of(sequence.request)
-        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, num_own, length_class)
+        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, shared, length_class)
         self._register_full_blocks(np.array([slot]))
         block_ids = tuple(sequence.block_table)
         return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens)

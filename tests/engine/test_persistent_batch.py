@@ -123,7 +123,8 @@ def test_steps_of_the_scheduler_against_plain_loops(seed: int) -> None:
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4])
     pool = BlockPool(-(-30 // block_size), block_size)
-    scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=rng.choice([3, 40]), max_num_seqs=4), pool)
+    config = SchedulerConfig(max_num_batched_tokens=rng.choice([3, 40]), max_num_seqs=4, admission="greedy")
+    scheduler = Scheduler(config, pool)
     batch = PersistentBatch(4, 30, block_size)
     sequences = []
     for _ in range(12):

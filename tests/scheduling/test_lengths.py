@@ -1,0 +1,115 @@
+"""What is known of answers' lengths, against plain counts and distributions of a known form."""
+
+import random
+
+import numpy as np
+import pytest
+
+from batchinfer.request import Request, RequestId, SamplingParams
+from batchinfer.scheduling.lengths import OutputLengths
+
+NONE = np.zeros(0, np.int64)
+
+
+def request(max_tokens: int, prompt: int = 10, **params: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return Request(RequestId(0, 0), np.ones(prompt, np.int32), sampling, max_tokens, 0)
+
+
+def taught(draws: list[int], max_tokens: int, prompt: int = 10) -> tuple[OutputLengths, int]:
+    lengths = OutputLengths()
+    length_class = lengths.class_of(request(max_tokens, prompt))
+    for draw in draws:
+        lengths.add(length_class, min(draw, max_tokens), is_cut=draw >= max_tokens)
+    lengths.update(NONE, NONE)
+    return lengths, length_class
+
+
+def test_what_only_max_tokens_ends_is_known_exactly() -> None:
+    lengths = OutputLengths()
+    exact = lengths.class_of(request(700, ignore_eos=True))
+    stops = lengths.class_of(request(700, ignore_eos=True, stop=("x",)))
+    assert exact != stops
+    for _ in range(50):
+        lengths.add(exact, 3, is_cut=False)  # changes nothing, and teaches nothing
+    lengths.update(NONE, NONE)
+    assert lengths.num_ended == 0
+    assert lengths.expected([request(700, ignore_eos=True), request(9, ignore_eos=True)]).tolist() == [700, 9]
+    classes, done = np.array([exact] * 3), np.array([0, 699, 700])
+    assert lengths.remaining(classes, done, np.array([700] * 3), np.array([0.01, 0.5, 0.99])).tolist() == [700, 1, 0]
+
+
+def test_at_first_answers_are_expected_to_be_nearly_as_long_as_allowed() -> None:
+    lengths = OutputLengths()
+    for max_tokens in (1, 10, 100, 500):
+        expected = lengths.expected([request(max_tokens)])[0]
+        assert 0.93 * max_tokens < expected <= max_tokens
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_geometric_lengths_are_learnt(seed: int) -> None:
+    """Their mean is 1 / p, the length that a share u exceeds is log(u) / log(1 - p), and neither depends on what has
+    been generated already."""
+    rng = random.Random(seed)
+    draws = [1 + int(np.log(1 - rng.random()) / np.log(1 - 1 / 80)) for _ in range(2000)]
+    lengths, length_class = taught(draws, 2000)
+    assert lengths.expected([request(2000)])[0] == pytest.approx(80, rel=0.1)
+    levels = np.array([0.9, 0.5, 0.1, 0.5])
+    done = np.array([0, 0, 0, 60])
+    remaining = lengths.remaining(np.full(4, length_class), done, np.full(4, 2000), levels)
+    np.testing.assert_allclose(remaining, np.log(levels) / np.log(1 - 1 / 80), rtol=0.15, atol=2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_early_endings_do_not_mislead(seed: int) -> None:
+    """Half the answers have 10 tokens and half 200; when only the short ones have ended, the long ones still run."""
+    rng = random.Random(seed)
+    num_short = rng.randrange(80, 120)
+    lengths, length_class = taught([10] * num_short, 1000)
+    assert lengths.expected([request(1000)])[0] < 60  # all that is known has ended
+    lengths.update(np.full(100, length_class), np.full(100, 150))
+    share = 100 / (100 + num_short)
+    assert lengths.expected([request(1000)])[0] > share * 150
+    remaining = lengths.remaining(np.full(2, length_class), np.array([150, 0]), np.full(2, 1000), np.array([0.5, 0.7]))
+    assert remaining[0] > 100
+    assert remaining[1] < 20  # a share of 0.7 is above that of the long ones
+
+
+def test_answers_that_are_cut_count_as_going_on() -> None:
+    lengths, length_class = taught([100] * 50, 100)
+    assert lengths.expected([request(100)])[0] > 99
+    other = request(4000)  # another class leans on what all show: none of 50 ended within 100 tokens
+    assert lengths.class_of(other) != length_class
+    assert (
+        lengths.remaining(np.array([lengths.class_of(other)]), np.array([0]), np.array([4000]), np.array([0.95]))[0]
+        > 100
+    )
+
+
+def test_classes_differ_by_prompt_and_limit_and_lean_on_all() -> None:
+    lengths, _ = taught([20] * 40, 900, prompt=10)
+    long_prompt = request(900, prompt=500)
+    assert lengths.expected([long_prompt])[0] < 90  # without them it would be about 800
+    for _ in range(40):
+        lengths.add(lengths.class_of(long_prompt), 300, is_cut=False)
+    lengths.update(NONE, NONE)
+    short, long = lengths.expected([request(900), long_prompt])
+    assert short < 40
+    assert long > 200
+
+
+def test_the_number_of_classes_is_bounded() -> None:
+    lengths = OutputLengths()
+    classes = {lengths.class_of(request(2**limit, 2**prompt)) for limit in range(12) for prompt in range(12)}
+    assert max(classes) == 64
+    assert lengths.expected([request(2**11, 2**11)])[0] > 0
+
+
+def test_staleness_follows_the_number_of_endings() -> None:
+    lengths, length_class = taught([5] * 3, 10)
+    assert not lengths.is_stale
+    for _ in range(4):
+        lengths.add(length_class, 5, is_cut=False)
+    assert lengths.is_stale
+    lengths.update(NONE, NONE)
+    assert not lengths.is_stale
