@@ -24,7 +24,7 @@ _METHOD_HELP = (
     default=None,
     help="Without zero points, or with.  [default: symmetric in gptq files, which vLLM reads no others of]",
 )
-@click.option("--act-order", is_flag=True, help="GPTQ: make groups of inputs in falling order of their size.")
+@click.option("--act-order", is_flag=True, help="GPTQ files: groups of inputs in falling order of their size.")
 @click.option("--damp", type=float, metavar="X", help="GPTQ: share of the mean added to moments.  [default: 0.01]")
 @click.option(
     "--calibration",
