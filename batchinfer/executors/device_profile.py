@@ -21,15 +21,15 @@ from batchinfer.roofline import DevicePeaks, StepTimes, machine_name, save_peaks
 _COPY_BYTES = 1 << 28
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 _REPEATS = 5
-_MOST_TOKENS = 2048  # of a step
+_MOST_TOKENS = 1024  # of a step
 # Steps of whole prompts, as (tokens of the step, of each prompt), and decode steps, as (sequences, tokens of each); the
 # most telling ones first.
 _SHAPES = (
-    *(("decode", 32, 32), ("prompts", 2048, 64), ("prompts", 2048, 2047), ("decode", 8, 768), ("decode", 128, 32)),
-    *(("prompts", 512, 64), ("decode", 1, 32), ("decode", 8, 32), ("prompts", 128, 64), ("decode", 256, 16)),
-    *(("decode", 32, 256), ("prompts", 512, 511)),
+    *(("decode", 32, 32), ("prompts", 1024, 64), ("prompts", 1024, 1023), ("decode", 4, 512), ("prompts", 64, 63)),
+    *(("decode", 1, 32), ("decode", 128, 16), ("prompts", 256, 64), ("prompts", 16, 15), ("decode", 8, 32)),
+    *(("decode", 64, 16), ("prompts", 256, 255), ("decode", 16, 128), ("decode", 256, 8), ("prompts", 512, 32)),
 )
-_ALWAYS = 4  # shapes that are timed however long they take
+_ALWAYS = 7  # shapes that are timed however long they take
 _SECONDS = 14.0  # after which no further shape is timed
 _STEPS = 5  # of a shape
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from batchinfer.roofline import StepTimes
 
-_APART = 1.5  # times as many tokens make another knot
+_APART = 3  # times as many tokens make another knot
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -22,10 +22,10 @@ _FOUR_BIT_BYTES = 0.5 + 4 / 128  # a weight, with a 16-bit scale and zero for ea
 def advice(scenario: Scenario, job: JobShape, peaks: DevicePeaks | None) -> list[dict[str, Any]]:
     """Each change that helps, the most helpful first: its `option`, and by which factor it changes `concurrency`,
     `steps` and `time` (None where nothing is known of the device); `basis` says from what the time is known."""
-    before = scenario.flow(job)
+    before = scenario.flow(job, is_rough=True)
     found = []
     for option, changed in _changes(scenario):
-        after = changed.flow(job)
+        after = changed.flow(job, is_rough=True)
         entry = {
             "option": option,
             "concurrency": _ratio(after.trace.mean_sequences, before.trace.mean_sequences),

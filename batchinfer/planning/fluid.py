@@ -27,6 +27,12 @@ class FlowRequests:
     sharing: Sharing
     outputs: IntArray
 
+    def every(self, stride: int) -> "FlowRequests":
+        """One in so many of them."""
+        kept, sharing = slice(None, None, stride), self.sharing
+        thinned = Sharing(sharing.cached[kept], sharing.shared[kept], sharing.groups[kept])
+        return FlowRequests(self.prompts[kept], thinned, self.outputs[kept])
+
 
 def flow_forecast(
     requests: FlowRequests,

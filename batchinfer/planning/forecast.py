@@ -2,7 +2,7 @@
 advice.py."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from batchinfer.planning.step_trace import Forecast
 from batchinfer.scheduling.order import packed_order
 
 _EXACT_TOKENS = 400_000  # generated, up to which the scheduler itself is run
+_ROUGH_REQUESTS = 20_000  # of a rough forecast, about
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class JobShape:
 
     rows: JobRows
     layers_by_window: Mapping[int | None, int]
+    _by_order: dict[bool, FlowRequests] = field(default_factory=dict, init=False)  # by whether rows are reordered
 
     def exact(self, config: JobConfig, blocks: CacheBlocks, max_model_len: int) -> Forecast | None:
         """By the real scheduler; None where that would take long."""
@@ -33,18 +35,29 @@ class JobShape:
         expected = self.rows.expected_tokens
         return simulate(requests, expected, config.scheduler, blocks, self.layers_by_window, max_model_len)
 
-    def flow(self, config: JobConfig, blocks: CacheBlocks, max_model_len: int) -> Forecast:
-        """As a flow, scaled to the whole job where only some of its rows were read."""
-        order = self._order(config)
-        is_shared = blocks.enable_prefix_caching and not config.scheduler.reserves
-        sharing = self._sharing(order) if is_shared else _nothing_shared(len(order))
-        requests = FlowRequests(
-            np.array(self.rows.prompt_tokens, np.int64)[order],
-            sharing,
-            np.array(self.rows.expected_tokens, np.int64)[order],
-        )
+    def flow(self, config: JobConfig, blocks: CacheBlocks, max_model_len: int, is_rough: bool = False) -> Forecast:
+        """As a flow, scaled to the whole job where only some of its rows were read. is_rough: of a part of the requests
+        at most, for comparing options; its counts are not the job's."""
+        requests = self._ordered(config)
+        if not blocks.enable_prefix_caching or config.scheduler.reserves:
+            requests = replace(requests, sharing=_nothing_shared(len(requests.prompts)))
+        if is_rough:
+            requests = requests.every(max(1, self.rows.num_requests // _ROUGH_REQUESTS))
         found = flow_forecast(requests, config.scheduler, blocks, self.layers_by_window, max_model_len)
-        return self._scaled(found)
+        return found if is_rough else self._scaled(found)
+
+    def _ordered(self, config: JobConfig) -> FlowRequests:
+        """The requests in the order in which they start, worked out once for each order."""
+        key = config.scheduler.reorders
+        if key not in self._by_order:
+            order = self._order(config)
+            found = self.rows.prefixes.sharing(order)
+            self._by_order[key] = FlowRequests(
+                np.array(self.rows.prompt_tokens, np.int64)[order],
+                Sharing(found.cached[order], found.shared[order], found.groups[order]),
+                np.array(self.rows.expected_tokens, np.int64)[order],
+            )
+        return self._by_order[key]
 
     def _scaled(self, found: Forecast) -> Forecast:
         if self.rows.num_read == self.rows.num_rows:
@@ -71,10 +84,6 @@ class JobShape:
         expected = np.add.reduceat(np.array(self.rows.expected_tokens, np.float64), firsts)
         order = packed_order(prompts, expected, config.cache.block_size, config.scheduler.max_num_seqs)
         return np.concatenate([firsts[i] + np.arange(sizes[i]) for i in order.tolist()])
-
-    def _sharing(self, order: IntArray) -> Sharing:
-        found = self.rows.prefixes.sharing(order)
-        return Sharing(found.cached[order], found.shared[order], found.groups[order])
 
     @cached_property
     def servable_tokens(self) -> int:

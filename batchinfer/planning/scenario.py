@@ -11,7 +11,7 @@ from batchinfer.executors.device_profile import profile_key
 from batchinfer.planning.forecast import JobShape
 from batchinfer.planning.model_facts import ModelFacts
 from batchinfer.planning.simulation import CacheBlocks
-from batchinfer.planning.step_cost import CalibratedCost, RooflineCost, StepCost, TimeRange
+from batchinfer.planning.step_cost import CalibratedCost, RooflineCost, StepCost
 from batchinfer.planning.step_trace import Forecast
 from batchinfer.roofline import DevicePeaks, load_step_times
 
@@ -52,8 +52,8 @@ class Scenario:
     def exact(self, job: JobShape) -> Forecast | None:
         return job.exact(self.config, self.blocks, self.size.max_model_len)
 
-    def flow(self, job: JobShape) -> Forecast:
-        return job.flow(self.config, self.blocks, self.size.max_model_len)
+    def flow(self, job: JobShape, is_rough: bool = False) -> Forecast:
+        return job.flow(self.config, self.blocks, self.size.max_model_len, is_rough)
 
     def costs(self, peaks: DevicePeaks | None) -> dict[str, StepCost]:
         """The ways in which the time of its steps is known, the best one first."""
@@ -66,8 +66,3 @@ class Scenario:
             work = model.step_work(self.cache)
             found["roofline"] = RooflineCost(peaks, work, model.sizes.head, model.spec.num_layers)
         return found
-
-    def time(self, forecast: Forecast, peaks: DevicePeaks | None) -> TimeRange | None:
-        """None where nothing is known of the device."""
-        costs = self.costs(peaks)
-        return next(iter(costs.values())).time(forecast) if costs else None
