@@ -3,18 +3,17 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.conversion.options import QuantizeOptions
+from batchinfer.data.built_in_text import BUILT_IN_TEXT
 from batchinfer.data.texts import iter_texts
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import UsageError
 
 SHORTEST = 16  # tokens; what is left of a text below that is dropped
-_BUILT_IN = Path(__file__).with_name("calibration.txt")
 _COLUMNS = ("text", "prompt", "messages")  # tried in this order
 _FEW_TOKENS = 2048  # below that the choice is poor
 
@@ -65,6 +64,6 @@ def _windows(ids: TokenIds, length: int) -> Iterator[TokenIds]:
 def _texts(options: QuantizeOptions, tokenizer: Tokenizer) -> Iterator[str]:
     """Chat messages become text by the chat template."""
     if options.calibration is None:
-        return iter([_BUILT_IN.read_text(encoding="utf-8")])
+        return iter([BUILT_IN_TEXT.read_text(encoding="utf-8")])
     chosen = options.calibration_column
     return iter_texts("--calibration", options.calibration, chosen, _COLUMNS, tokenizer.apply_chat_template)

@@ -103,8 +103,8 @@ def _store(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
         tokens = torch.arange(CHUNK, device=device)
         caches = _cache(model, dtype, CHUNK, device)
         has_scales = dtype.itemsize == 1
-        offset = (_key_offset(model, CHUNK, device), tokens) if has_scales else (None, None)
-        return q, k, v, tokens, table, *caches[:2], tokens.flip(0), *caches[2:], *offset
+        known = (*(_key_offset(model, CHUNK, device) for _ in range(2)), tokens) if has_scales else (None, None, None)
+        return q, k, v, tokens, table, *caches[:2], tokens.flip(0), *caches[2:], *known
 
     heads = 4 * model.q_heads + (2 + dtype.itemsize) * 2 * model.kv_heads
     return KernelCase(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.cache_config import CacheConfig
 from batchinfer.config import JobConfig
+from batchinfer.data.built_in_text import built_in_text
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
@@ -87,7 +88,7 @@ def cache_spec(config: CacheConfig, model: LoadedModel, wide_layers: Collection[
     """The cache that the options ask for; what it will not hold of the keys is measured, once a model. wide_layers:
     kept in the model's precision beside those that the options name. Raises UsageError where they name a layer that
     the model does not have."""
-    from batchinfer.engine.key_offsets import measure_mean_keys
+    from batchinfer.engine.key_statistics import measure_keys
 
     skipped, num_layers = config.skip_layers, model.decoder.spec.num_layers
     if skipped and skipped[-1] >= num_layers:
@@ -95,7 +96,8 @@ def cache_spec(config: CacheConfig, model: LoadedModel, wide_layers: Collection[
     wide = sorted({*skipped, *wide_layers})
     spec = model.decoder.kv_cache_spec(config.block_size, config.kv_cache_dtype, wide)
     if spec.per_token_scales and not model.decoder.has_key_offsets:
-        model.decoder.take_off_keys(measure_mean_keys(model.decoder, config.block_size))
+        (token_ids,) = model.tokenizer.encode_batch([built_in_text()])
+        model.decoder.take_off_keys(measure_keys(model.decoder, token_ids, config.block_size))
     return spec
 
 

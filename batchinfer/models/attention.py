@@ -1,5 +1,6 @@
 """Self-attention of a decoder layer over the paged KV cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,14 @@ from batchinfer.kernels.kv_store import rotary_kv_store
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
 from batchinfer.models.batch import Batch
+from batchinfer.models.key_offsets import KnownKeys
 from batchinfer.models.linear import Projection
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.kv_scales import KVScales
+
+ObserveQueries = Callable[
+    [int, Tensor], None
+]  # gets a layer and its rotated queries [num_tokens, num_q_heads, head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,13 @@ class Attention:
         batch: Batch,
         rotation: StepRotation,
         cache: PagedKVCache,
-        k_offset: Tensor | None = None,
+        known: KnownKeys = (None, None),
         last_rows: Tensor | None = None,
+        observe: ObserveQueries | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same. k_offset: as rotary_kv_store's. last_rows: int64 [num_seqs], each
-        sequence's last token: only these attend, [num_seqs, hidden_size], while all keys and values are stored."""
+        """[num_tokens, hidden_size] to the same. known: of the keys, where the cache makes use of it. last_rows: int64
+        [num_seqs], each sequence's last token: only these attend, [num_seqs, hidden_size], while all keys and values
+        are stored."""
         spec, layer = self._spec, self._layer
         heads = self._qkv(hidden).unflatten(-1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -70,7 +78,9 @@ class Attention:
         if self._kv_scales is not None and cache.spec.has_static_scales(layer):
             scales = (self._kv_scales.key, self._kv_scales.value)
         rotated = (q, k, v, rotation.rows, rotation.cos_sin)
-        q = rotary_kv_store(*rotated, *stored, batch.slot_mapping, *scales, k_offset, batch.positions)
+        q = rotary_kv_store(*rotated, *stored, batch.slot_mapping, *scales, *known, batch.positions)
+        if observe is not None:
+            observe(layer, q)
         cu_seqlens_q = batch.cu_seqlens_q
         if last_rows is not None:
             q, cu_seqlens_q = q[last_rows], torch.arange(len(last_rows) + 1, dtype=torch.int32, device=q.device)
@@ -83,6 +93,6 @@ class Attention:
             spec.head_dim**-0.5,
             *scales,
             sliding_window=spec.sliding_windows[layer],
-            k_offset=k_offset,
+            k_offset=known[0],
         )
         return self._output(attended.flatten(1))

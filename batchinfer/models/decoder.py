@@ -11,9 +11,9 @@ from torch import Tensor
 from batchinfer.cache.paged_kv import TORCH_DTYPES, PagedKVCache
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
-from batchinfer.models.attention import Attention, StepRotation
+from batchinfer.models.attention import Attention, ObserveQueries, StepRotation
 from batchinfer.models.batch import Batch
-from batchinfer.models.key_offsets import KeyOffsets
+from batchinfer.models.key_offsets import KeyOffsets, KeyStatistics, KnownKeys
 from batchinfer.models.linear import Linear, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
@@ -94,10 +94,10 @@ class Decoder:
     def has_key_offsets(self) -> bool:
         return self._key_offsets is not None
 
-    def take_off_keys(self, means: Sequence[Tensor | None]) -> None:
+    def take_off_keys(self, statistics: Sequence[KeyStatistics | None]) -> None:
         """From now on a cache with a scale a token does not hold what the keys have in common, and attention puts it
-        back. means: as KeyOffsets'. A cache that is in use already would be read wrongly."""
-        self._key_offsets = KeyOffsets(self.rope, means)
+        back. statistics: of each layer, or None. A cache that is in use already would be read wrongly."""
+        self._key_offsets = KeyOffsets(self.rope, statistics)
 
     @property
     def drops_rows(self) -> bool:
@@ -107,7 +107,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, cache: PagedKVCache, prompt_lens: Tensor | None = None, last_rows: Tensor | None = None
+        self,
+        batch: Batch,
+        cache: PagedKVCache,
+        prompt_lens: Tensor | None = None,
+        last_rows: Tensor | None = None,
+        observe: ObserveQueries | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size], and the batch's keys and values in the cache.
 
@@ -116,7 +121,7 @@ class Decoder:
         prompt_lens: int32 [num_seqs]; matters only to rotary embeddings with a `length_threshold` and to sequences
         above it. As in transformers' generate, a prompt's tokens then take the frequencies of the whole prompt's length
         and a later token those of the length it makes, whatever the chunks. None: seq_lens stands for the prompts'
-        lengths, which is the same unless such a prompt is computed in several chunks.
+        lengths, which is the same unless such a prompt is computed in several chunks. observe: is called in each layer.
         """
         rotation, offsets = self._rotation(batch, prompt_lens), self._key_offsets
         if offsets is not None:
@@ -129,9 +134,9 @@ class Decoder:
                 hidden = rms_norm(residual, layer.input_norm, eps)
             else:
                 hidden, residual = add_rms_norm(update, residual, layer.input_norm, eps)
-            k_offset = offsets.table(index) if offsets and cache.spec.has_scales(index) else None
+            known: KnownKeys = offsets.tables(index) if offsets and cache.spec.has_scales(index) else (None, None)
             rows = last_rows if index == self.spec.num_layers - 1 else None
-            attended = layer.attention(hidden, batch, rotation, cache, k_offset, rows)
+            attended = layer.attention(hidden, batch, rotation, cache, known, rows, observe)
             if rows is not None:
                 residual = residual[rows]
             hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)

@@ -8,18 +8,22 @@ SEGMENT = 256  # positions that share an offset, as in key_offset.h; the tiles o
 
 
 def check_key_offset(
-    k_offset: torch.Tensor | None, k_cache: torch.Tensor, k_scale: torch.Tensor | None, num_positions: int = 0
+    k_offset: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    num_positions: int = 0,
+    name: str = "k_offset",
 ) -> None:
     """Raises ValueError unless k_offset is absent, or float32 [num_segments, num_kv_heads, head_dim] and contiguous,
-    for a cache with a scale a token, and covers num_positions positions."""
+    for a cache with a scale a token, and covers num_positions positions. name: of the argument, in the message."""
     if k_offset is None:
         return
     wanted = (k_cache.shape[1], k_cache.shape[3])
     if k_offset.dim() != 3 or k_offset.shape[1:] != wanted or k_offset.dtype != torch.float32:
-        raise ValueError(f"k_offset {k_offset.dtype} {tuple(k_offset.shape)}: must be float32 {('segments', *wanted)}")
+        raise ValueError(f"{name} {k_offset.dtype} {tuple(k_offset.shape)}: must be float32 {('segments', *wanted)}")
     if not k_offset.is_contiguous():
-        raise ValueError("k_offset must be contiguous")
+        raise ValueError(f"{name} must be contiguous")
     if not is_per_token(k_scale):
-        raise ValueError("k_offset needs a cache with a scale for each token and head")
+        raise ValueError(f"{name} needs a cache with a scale for each token and head")
     if len(k_offset) * SEGMENT < num_positions:
-        raise ValueError(f"k_offset covers {len(k_offset) * SEGMENT} of {num_positions} positions")
+        raise ValueError(f"{name} covers {len(k_offset) * SEGMENT} of {num_positions} positions")

@@ -56,14 +56,18 @@ def _float_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, ADDEND: tl.conste
 
 
 @triton.jit
-def rounding_error(x, inverse, CODE: tl.constexpr):
-    """float32 [heads, 1]: sum of squares of what is lost when x * inverse, within the format's range, is encoded."""
+def rounding_error(x, weight, inverse, CODE: tl.constexpr):
+    """float32 [heads, 1]: sum of squares of what is lost when x * inverse, within a float format's range, is encoded,
+    each times its weight."""
     scaled = x.to(tl.float32) * inverse
-    if CODE == "e4m3":
-        lost = scaled - _nearest(scaled, 3, 24576.0, 0.015625)
-    else:
-        lost = scaled - _nearest(scaled, 2, 192.0, 6.103515625e-05)
-    return tl.sum(lost * lost, axis=1, keep_dims=True)
+    lost = scaled - coded(scaled, CODE)
+    return tl.sum(lost * lost * weight, axis=1, keep_dims=True)
+
+
+@triton.jit
+def coded(x, CODE: tl.constexpr):
+    """float32 within a float format's range, as its codes hold it."""
+    return _nearest(x, 3, 24576.0, 0.015625) if CODE == "e4m3" else _nearest(x, 2, 192.0, 6.103515625e-05)
 
 
 @triton.jit

@@ -26,8 +26,9 @@ def kv_store(
         float8_e5m2 or int8; written in place.
     slot_mapping: int64 [num_tokens], block * block_size + offset; non-negative slots are distinct.
     k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], written in place: of each token and
-        head, the absmax / 127 for int8; for float8 the scale with the least squared error among absmax / (448 or 57344)
-        times 2^(i / 8), i = 0 ... 7. Or static ones, float32 [num_kv_heads] or [1], which are read: values are divided
+        head, the absmax / 127 for int8; for float8 codes are of the vector over the divisor with the least squared
+        error among absmax / (448 or 57344) times 2^(i / 8), i = 0 ... 7, and the scale is the factor of these codes
+        with the least squared error. Or static ones, float32 [num_kv_heads] or [1], which are read: values are divided
         by them and saturate. None: as static ones of 1. int8 needs scales.
 
     A NaN stays NaN: in the code of a float format, and in the scale of a token (int8 with a static scale makes it 0).
@@ -51,6 +52,7 @@ def rotary_kv_store(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_offset: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
     token_positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rotary` of q and k, then `kv_store` of the rotated k and v, in one pass; the bits are those of the two.
@@ -58,19 +60,22 @@ def rotary_kv_store(
     Arguments as theirs. k_offset: float32 [num_segments, num_kv_heads, head_dim], contiguous; for a cache with a scale
         a token. Row p // SEGMENT is taken off the rotated key of a token at position p before it is scaled, so that
         what keys have in common takes no bits; paged_attention, given the same, puts it back.
-    token_positions: int64 [num_tokens], a token's place in its sequence, below SEGMENT * num_segments. With k_offset.
+    k_weight: as k_offset, what the squared error of each dimension of a key counts where its scale is chosen.
+    token_positions: int64 [num_tokens], a token's place in its sequence, below SEGMENT * num_segments. With the two.
     Returns the rotated q, a new contiguous tensor. Raises ValueError on shapes that do not fit.
     """
     check_rotary(q, k, positions, cos_sin_cache)
     _check(k, v, k_cache, v_cache, slot_mapping)
     check_scales(k_cache, k_scale, v_scale)
     check_key_offset(k_offset, k_cache, k_scale)
-    if k_offset is not None and (token_positions is None or token_positions.shape != slot_mapping.shape):
-        raise ValueError("k_offset needs token_positions, one a token")
+    check_key_offset(k_weight, k_cache, k_scale, name="k_weight")
+    is_by_position = k_offset is not None or k_weight is not None
+    if is_by_position and (token_positions is None or token_positions.shape != slot_mapping.shape):
+        raise ValueError("k_offset and k_weight need token_positions, one a token")
     backend = _backend(k, v, k_cache, has_native_form=q.dtype == k.dtype)
     return backend.rotary_kv_store(
         *(q, k, v, positions, cos_sin_cache, k_cache, v_cache, slot_mapping, k_scale, v_scale),
-        *(k_offset, token_positions),
+        *(k_offset, k_weight, token_positions),
     )
 
 

@@ -32,11 +32,13 @@ struct Rotation {
     const int64_t* positions;
     const float* cos_sin_cache;  // [positions, rotary_dim]
     const float* k_offset;       // [segments, num_kv_heads, head_dim], taken off the rotated keys, or null
-    const int64_t* token_positions;  // [num_tokens], in their sequences; with k_offset
+    const float* k_weight;       // as k_offset, of the squared errors of the keys' dimensions, or null
+    const int64_t* token_positions;  // [num_tokens], in their sequences; with the two
     int64_t num_q_heads, token_stride, head_stride, rotary_dim;
 
-    const float* offset_of(const Problem& p, int64_t t, int64_t head) const {
-        return k_offset ? k_offset + (token_positions[t] / SEGMENT * p.num_kv_heads + head) * p.head_dim : nullptr;
+    // Of one of the tables of segments.
+    const float* row_of(const float* table, const Problem& p, int64_t t, int64_t head) const {
+        return table ? table + (token_positions[t] / SEGMENT * p.num_kv_heads + head) * p.head_dim : nullptr;
     }
 };
 
@@ -72,11 +74,11 @@ Vec nearest(Vec v) {
     return magnitude < LEAST_NORMAL ? subnormal : rounded;
 }
 
-// Of the scales least * 2^(i / 8), the one with the least squared error. A float format's steps grow with the value, so
+// Of the divisors least * 2^(i / 8), the one with the least squared error. A float format's steps grow with the value, so
 // that a scale only decides where in a binade values fall; beyond a factor of 2 nothing new comes.
-// values: filled up with zeros to whole vectors.
+// values, weights: filled up with zeros to whole vectors.
 template <class Format>
-float best_scale(const float* values, int64_t n, float least) {
+float best_divisor(const float* values, const float* weights, int64_t n, float least) {
     constexpr float STEPS[] = {1.0f,        1.09050773f, 1.18920712f, 1.29683955f,
                                1.41421356f, 1.54221083f, 1.68179283f, 1.83400809f};
     float best = least, best_error = std::numeric_limits<float>::infinity();
@@ -85,7 +87,7 @@ float best_scale(const float* values, int64_t n, float least) {
         for (int64_t i = 0; i < n; i += LANES) {
             Vec scaled = load_vec(values + i) * inverse;
             Vec error = scaled - nearest<Format>(scaled);
-            errors += error * error;
+            errors += error * error * load_vec(weights + i);
         }
         float error = sum_lanes(errors) * step * step;
         if (error < best_error) best_error = error, best = least * step;
@@ -96,38 +98,54 @@ float best_scale(const float* values, int64_t n, float least) {
 // What a vector is divided by so that the format holds its values well; NaN where there is one.
 // values: with room for whole vectors.
 template <class Format>
-float divisor_of(float* values, int64_t n) {
+float divisor_of(float* values, const float* weights, int64_t n) {
     constexpr float LEAST = std::numeric_limits<float>::min();
     float highest = absmax(values, n) / largest<Format>(), divisor = highest < LEAST ? LEAST : highest;
     if constexpr (!std::is_same<Format, Int8>::value) {
         std::fill(values + n, values + whole_vectors(n), 0.0f);
-        divisor = best_scale<Format>(values, n, divisor);
+        divisor = best_divisor<Format>(values, weights, n, divisor);
     }
     return divisor;
 }
 
-// Divides by the scale where there is one, saturates and rounds. A token's scale is chosen and returned through
-// `scale`, a static one is read. values: with room for whole vectors.
+// The scale of a float format's codes of values over a divisor, by least squares: what is lost in rounding is not at
+// right angles to the codes. Zeros and NaN keep the divisor. Filled up with zeros, like the above.
 template <class Format>
-void encode(float* values, int64_t n, float* scale, bool is_per_token, typename Format::Storage* to) {
+float fitted_scale(const float* divided, const float* weights, int64_t n, float divisor) {
+    Vec products{}, squares{};
+    for (int64_t i = 0; i < n; i += LANES) {
+        Vec value = load_vec(divided + i), code = nearest<Format>(value), weighted = code * load_vec(weights + i);
+        products += weighted * value, squares += weighted * code;
+    }
+    float ratio = sum_lanes(products) / sum_lanes(squares);
+    return ratio > 0 ? divisor * ratio : divisor;
+}
+
+// Divides by the scale where there is one, saturates and rounds. A token's scale is chosen and returned through
+// `scale`, a static one is read. values, weights: with room for whole vectors.
+template <class Format>
+void encode(float* values, const float* weights, int64_t n, float* scale, bool is_per_token,
+            typename Format::Storage* to) {
     if constexpr (sizeof(typename Format::Storage) == 1) {
         constexpr float LIMIT = largest<Format>();
         if (scale) {
-            if (is_per_token) *scale = divisor_of<Format>(values, n);
-            float divisor = *scale;
+            float divisor = is_per_token ? divisor_of<Format>(values, weights, n) : *scale;
             for (int64_t i = 0; i < n; i++) values[i] /= divisor;
+            if (is_per_token) *scale = divisor;
         }
         for (int64_t i = 0; i < n; i++) {
             float low = values[i] < -LIMIT ? -LIMIT : values[i];  // NaN stays
             values[i] = low > LIMIT ? LIMIT : low;
         }
+        if constexpr (!std::is_same<Format, Int8>::value)
+            if (scale && is_per_token) *scale = fitted_scale<Format>(values, weights, n, *scale);
     }
     store_row<Format>(values, to, n);
 }
 
 template <class Format, class CacheFormat>
 void store_head(const Problem& p, const Side& side, const typename Format::Storage* from, const float* offset,
-                int64_t slot, int64_t head, float* scratch) {
+                const float* weight, int64_t slot, int64_t head, float* scratch) {
     int64_t row = (slot / p.block_size * p.num_kv_heads + head) * p.block_size + slot % p.block_size;
     auto to = static_cast<typename CacheFormat::Storage*>(side.cache) + row * p.head_dim;
     if constexpr (std::is_same<Format, CacheFormat>::value) {
@@ -137,7 +155,10 @@ void store_head(const Problem& p, const Side& side, const typename Format::Stora
         load_row<Format>(from, scratch, p.head_dim);
         if (offset)
             for (int64_t i = 0; i < p.head_dim; i++) scratch[i] -= offset[i];
-        encode<CacheFormat>(scratch, p.head_dim, scale, p.scales_per_token, to);
+        float* weights = scratch + whole_vectors(p.head_dim);
+        std::fill_n(weights, whole_vectors(p.head_dim), 1.0f);
+        if (weight) std::copy_n(weight, p.head_dim, weights);
+        encode<CacheFormat>(scratch, weights, p.head_dim, scale, p.scales_per_token, to);
     }
 }
 
@@ -159,14 +180,15 @@ void store_token(const Problem& p, const Rotation* rotation, int64_t t, float* s
     for (int64_t h = 0; h < p.num_kv_heads; h++) {
         auto k = static_cast<const Storage*>(p.k.values) + t * p.k.token_stride + h * p.k.head_stride;
         auto v = static_cast<const Storage*>(p.v.values) + t * p.v.token_stride + h * p.v.head_stride;
-        const float* offset = nullptr;
+        const float *offset = nullptr, *weight = nullptr;
         if (rotation) {
             rotate_head<Format>(k, cos_sin, rotation->rotary_dim / 2, p.head_dim, rotated);
             k = rotated;
-            offset = rotation->offset_of(p, t, h);
+            offset = rotation->row_of(rotation->k_offset, p, t, h);
+            weight = rotation->row_of(rotation->k_weight, p, t, h);
         }
-        store_head<Format, CacheFormat>(p, p.k, k, offset, slot, h, scratch);
-        store_head<Format, CacheFormat>(p, p.v, v, nullptr, slot, h, scratch);
+        store_head<Format, CacheFormat>(p, p.k, k, offset, weight, slot, h, scratch);
+        store_head<Format, CacheFormat>(p, p.v, v, nullptr, nullptr, slot, h, scratch);
     }
 }
 
@@ -178,7 +200,7 @@ void run(const Problem& p, const Rotation* rotation) {
                 using Format = decltype(f);
                 thread_local AlignedBuffer<float> scratch;
                 thread_local AlignedBuffer<typename Format::Storage> rotated;
-                float* values = scratch.at_least(size_t(whole_vectors(p.head_dim)));
+                float* values = scratch.at_least(size_t(2 * whole_vectors(p.head_dim)));
                 auto* keys = rotated.at_least(size_t(p.head_dim));
                 for (int64_t t = first; t < last; t++)
                     store_token<Format, decltype(c)>(p, rotation, t, values, keys);

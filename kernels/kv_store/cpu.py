@@ -37,7 +37,7 @@ class Problem(ctypes.Structure):
 class Rotation(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "q_out", "positions", "cos_sin_cache")),
-        *((name, c_void_p) for name in ("k_offset", "token_positions")),
+        *((name, c_void_p) for name in ("k_offset", "k_weight", "token_positions")),
         *((name, c_int64) for name in ("num_q_heads", "token_stride", "head_stride", "rotary_dim")),
     )
 
@@ -83,6 +83,7 @@ def rotary_kv_store(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     k_offset: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     token_positions: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
@@ -94,7 +95,7 @@ def rotary_kv_store(
         token_positions = token_positions.to(torch.int64).contiguous()
     rotation = Rotation(
         *(q.data_ptr(), out.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr()),
-        *(address(k_offset), address(token_positions)),
+        *(address(k_offset), address(k_weight), address(token_positions)),
         *(q.shape[1], *q.stride()[:2], cos_sin_cache.shape[-1]),
     )
     k_scale, v_scale = (a_head(scale, k.shape[1]) for scale in (k_scale, v_scale))

@@ -63,8 +63,9 @@ def _rotary_kv_store(
     slots_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    k_offset_ptr,  # float32 [segments, KV_HEADS, HEAD_DIM], or None, and then the next too
-    token_positions_ptr,  # int64 [num_tokens]
+    k_offset_ptr,  # float32 [segments, KV_HEADS, HEAD_DIM], or None
+    k_weight_ptr,  # the same
+    token_positions_ptr,  # int64 [num_tokens], or None where the two before are
     q_out_ptr,  # [num_tokens, Q_HEADS, HEAD_DIM], contiguous
     positions_ptr,  # int64 [num_tokens]
     cos_sin_ptr,  # float32 [rows, ROTARY_DIM]
@@ -96,9 +97,9 @@ def _rotary_kv_store(
             row = row_of(slot, KV_HEADS, BLOCK_SIZE, KV_BLOCK)
             if tl.program_id(1) == 1:
                 x = k_ptr + token * token_strides[1]
-                segment = 0 if k_offset_ptr is None else tl.load(token_positions_ptr + token) // SEGMENT
+                segment = 0 if token_positions_ptr is None else tl.load(token_positions_ptr + token) // SEGMENT
                 store_rotated(
-                    *(x, head_strides[1], table, k_offset_ptr, segment, k_cache_ptr, k_scale_ptr, row),
+                    *(x, head_strides[1], table, k_offset_ptr, k_weight_ptr, segment, k_cache_ptr, k_scale_ptr, row),
                     *(KV_HEADS, HEAD_DIM, ROTARY_DIM, CODE, LARGEST, STATIC[0], KV_BLOCK, BLOCK, REST),
                 )
             else:
@@ -166,6 +167,7 @@ def rotary_kv_store(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     k_offset: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     token_positions: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
@@ -174,7 +176,14 @@ def rotary_kv_store(
     if len(q):
         _rotary_kv_store[(len(q), 3)](
             *(q, k, v, as_bytes(k_cache), as_bytes(v_cache), slot_mapping, k_scale, v_scale),
-            *(k_offset, token_positions, q_out, positions, cos_sin_cache.contiguous()),
+            *(
+                k_offset,
+                k_weight,
+                None if k_offset is None and k_weight is None else token_positions,
+                q_out,
+                positions,
+                cos_sin_cache.contiguous(),
+            ),
             *(tuple(x.stride(axis) for x in (q, k, v)) for axis in (0, 1)),
             Q_HEADS=q.shape[1],
             Q_BLOCK=triton.next_power_of_2(q.shape[1]),

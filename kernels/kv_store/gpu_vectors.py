@@ -6,7 +6,7 @@
 import torch
 import triton
 import triton.language as tl
-from batchinfer.kernels.common.triton_codes import encode, rounding_error
+from batchinfer.kernels.common.triton_codes import coded, encode, rounding_error
 from batchinfer.kernels.common.triton_rotate import load_rest, load_rotated
 from batchinfer.kernels.kv_store.reference import SCALE_STEPS
 
@@ -36,7 +36,7 @@ def store_vectors(
     DIM_BLOCK: tl.constexpr,
 ):
     x = load_rest(x_ptr, head_stride, KV_HEADS, 0, HEAD_DIM, row.shape[0], DIM_BLOCK)
-    scale = _scale(_largest(x), x, x, x, 1, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
+    scale = _scale(_largest(x), x, x, x, 1.0, 1.0, 1.0, 1, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
     _write(x, scale, cache_ptr, row, 0, HEAD_DIM, KV_HEADS, HEAD_DIM, CODE, LARGEST)
 
 
@@ -46,6 +46,7 @@ def store_rotated(
     head_stride,
     table,
     offset_ptr,  # float32 [segments, KV_HEADS, HEAD_DIM]: row `segment` is taken off the rotated values; or None
+    weight_ptr,  # the same: what a squared error counts
     segment,
     cache_ptr,
     scale_ptr,
@@ -62,23 +63,47 @@ def store_rotated(
 ):
     half: tl.constexpr = ROTARY_DIM // 2
     first, second = load_rotated(x_ptr, head_stride, table, KV_HEADS, ROTARY_DIM, KV_BLOCK, BLOCK)
-    if offset_ptr is not None:
-        offset_ptr += segment * (KV_HEADS * HEAD_DIM)
-        first = first.to(tl.float32) - load_rest(offset_ptr, HEAD_DIM, KV_HEADS, 0, half, KV_BLOCK, BLOCK)
-        second = second.to(tl.float32) - load_rest(offset_ptr, HEAD_DIM, KV_HEADS, half, ROTARY_DIM, KV_BLOCK, BLOCK)
+    first = first.to(tl.float32) - _known(offset_ptr, segment, 0.0, 0, half, KV_HEADS, HEAD_DIM, KV_BLOCK, BLOCK)
+    second = second.to(tl.float32) - _known(
+        offset_ptr, segment, 0.0, half, ROTARY_DIM, KV_HEADS, HEAD_DIM, KV_BLOCK, BLOCK
+    )
+    first_weight = _known(weight_ptr, segment, 1.0, 0, half, KV_HEADS, HEAD_DIM, KV_BLOCK, BLOCK)
+    second_weight = _known(weight_ptr, segment, 1.0, half, ROTARY_DIM, KV_HEADS, HEAD_DIM, KV_BLOCK, BLOCK)
     most = _larger(_largest(first), _largest(second))
     if REST > 0:
-        rest = load_rest(x_ptr, head_stride, KV_HEADS, ROTARY_DIM, HEAD_DIM, KV_BLOCK, REST)
-        if offset_ptr is not None:
-            offset = load_rest(offset_ptr, HEAD_DIM, KV_HEADS, ROTARY_DIM, HEAD_DIM, KV_BLOCK, REST)
-            rest = rest.to(tl.float32) - offset
+        rest = load_rest(x_ptr, head_stride, KV_HEADS, ROTARY_DIM, HEAD_DIM, KV_BLOCK, REST).to(tl.float32)
+        rest -= _known(offset_ptr, segment, 0.0, ROTARY_DIM, HEAD_DIM, KV_HEADS, HEAD_DIM, KV_BLOCK, REST)
+        weight = _known(weight_ptr, segment, 1.0, ROTARY_DIM, HEAD_DIM, KV_HEADS, HEAD_DIM, KV_BLOCK, REST)
         most = _larger(most, _largest(rest))
-        scale = _scale(most, first, second, rest, 3, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
+        parts = (first, second, rest, first_weight, second_weight, weight)
+        scale = _scale(most, *parts, 3, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
         _write(rest, scale, cache_ptr, row, ROTARY_DIM, HEAD_DIM, KV_HEADS, HEAD_DIM, CODE, LARGEST)
     else:
-        scale = _scale(most, first, second, first, 2, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
+        parts = (first, second, first, first_weight, second_weight, first_weight)
+        scale = _scale(most, *parts, 2, scale_ptr, row, KV_HEADS, CODE, LARGEST, STATIC)
     _write(first, scale, cache_ptr, row, 0, half, KV_HEADS, HEAD_DIM, CODE, LARGEST)
     _write(second, scale, cache_ptr, row, half, ROTARY_DIM, KV_HEADS, HEAD_DIM, CODE, LARGEST)
+
+
+@triton.jit
+def _known(
+    table_ptr,
+    segment,
+    DEFAULT: tl.constexpr,
+    FIRST: tl.constexpr,
+    END: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Dimensions FIRST to END of a segment's row of a table; DEFAULT where there is no table."""
+    if table_ptr is None:
+        values = tl.full((1, 1), DEFAULT, tl.float32)
+    else:
+        at = table_ptr + segment * (KV_HEADS * HEAD_DIM)
+        values = load_rest(at, HEAD_DIM, KV_HEADS, FIRST, END, KV_BLOCK, BLOCK)
+    return values
 
 
 @triton.jit
@@ -100,6 +125,9 @@ def _scale(
     a,  # [heads, values]: the PIECES first of these three are a head's values
     b,
     c,
+    a_weight,  # of their squared errors
+    b_weight,
+    c_weight,
     PIECES: tl.constexpr,
     scale_ptr,
     row,
@@ -108,8 +136,8 @@ def _scale(
     LARGEST: tl.constexpr,
     STATIC: tl.constexpr,
 ):
-    """The scale of each head's vector: 1 where the cache has none, the static one, or the one that the reference
-    chooses, which is written too."""
+    """What each head's vector is divided by: 1 where the cache has no scales, the static one, or what the reference
+    chooses; the scale that goes with that is written then."""
     head = tl.arange(0, row.shape[0])[:, None]
     if scale_ptr is None:
         best = tl.full(row.shape, 1.0, tl.float32)
@@ -123,16 +151,39 @@ def _scale(
             best_error = tl.full(row.shape, float("inf"), tl.float32)
             for i in tl.static_range(8):
                 inverse = tl.math.div_rn(tl.full(row.shape, 1.0, tl.float32), least * _SCALE_STEPS[i])
-                error = rounding_error(a, inverse, CODE)
+                error = rounding_error(a, a_weight, inverse, CODE)
                 if PIECES > 1:
-                    error += rounding_error(b, inverse, CODE)
+                    error += rounding_error(b, b_weight, inverse, CODE)
                 if PIECES > 2:
-                    error += rounding_error(c, inverse, CODE)
+                    error += rounding_error(c, c_weight, inverse, CODE)
                 error *= _SCALE_STEPS[i] * _SCALE_STEPS[i]
                 best = tl.where(error < best_error, least * _SCALE_STEPS[i], best)
                 best_error = tl.where(error < best_error, error, best_error)
-        tl.store(scale_ptr + row, best, head < KV_HEADS)
+        scale = best
+        if CODE != "int8":
+            products, squares = _fit(a, a_weight, best, CODE)
+            if PIECES > 1:
+                more_products, more_squares = _fit(b, b_weight, best, CODE)
+                products += more_products
+                squares += more_squares
+            if PIECES > 2:
+                more_products, more_squares = _fit(c, c_weight, best, CODE)
+                products += more_products
+                squares += more_squares
+            ratio = products / squares
+            scale = tl.where(ratio > 0, best * ratio, best)
+        tl.store(scale_ptr + row, scale, head < KV_HEADS)
     return best
+
+
+@triton.jit
+def _fit(x, weight, divisor, CODE: tl.constexpr):
+    """Products of values and codes, and squares of codes, summed over each head: their ratio is the best scale."""
+    wide = x.to(tl.float32)
+    divided = tl.math.div_rn(wide, tl.broadcast_to(divisor, wide.shape))
+    codes = coded(divided, CODE)
+    weighted = codes * weight
+    return tl.sum(weighted * divided, axis=1, keep_dims=True), tl.sum(weighted * codes, axis=1, keep_dims=True)
 
 
 @triton.jit

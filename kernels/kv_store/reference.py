@@ -17,16 +17,18 @@ def kv_store(
     slot_mapping: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_weight: torch.Tensor | None = None,
 ) -> None:
-    """See the package's `kv_store`."""
+    """See the package's `kv_store`. k_weight: [num_tokens, num_kv_heads, head_dim]."""
     keep = slot_mapping >= 0
     if not bool(keep.all()):
         k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
+        k_weight = None if k_weight is None else k_weight[keep]
     _, num_kv_heads, block_size, _ = k_cache.shape
     block = slot_mapping.to(torch.int64) // block_size
     head = torch.arange(num_kv_heads, device=k.device)
     rows = ((block[:, None] * num_kv_heads + head) * block_size + (slot_mapping % block_size)[:, None]).flatten()
-    _store(k, k_cache, k_scale, rows)
+    _store(k, k_cache, k_scale, rows, k_weight)
     _store(v, v_cache, v_scale, rows)
 
 
@@ -42,6 +44,7 @@ def rotary_kv_store(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     k_offset: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     token_positions: torch.Tensor | None,
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
@@ -49,20 +52,31 @@ def rotary_kv_store(
     if k_offset is not None:
         assert token_positions is not None
         k = k.to(torch.float32) - k_offset[token_positions // SEGMENT]
-    kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    if k_weight is not None:
+        assert token_positions is not None
+        k_weight = k_weight[token_positions // SEGMENT]
+    kv_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_weight)
     return q
 
 
-def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor) -> None:
-    """rows [num_tokens * num_kv_heads]: where each head's vector goes in the cache seen as [rows, head_dim]."""
+def _store(
+    values: torch.Tensor,
+    cache: torch.Tensor,
+    scale: torch.Tensor | None,
+    rows: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> None:
+    """rows [num_tokens * num_kv_heads]: where each head's vector goes in the cache seen as [rows, head_dim]. weight: of
+    the values' squared errors, in their shape."""
     if cache.dtype in STORAGE_MAX:
         values = values.to(torch.float32)
         if scale is not None:
             divisor = scale
             if is_per_token(scale):
-                divisor = _scale(values, cache.dtype)
-                scale.view(-1)[rows] = divisor.flatten()
+                divisor = _divisor(values, cache.dtype, weight)
             values = values / divisor[..., None]
+            if is_per_token(scale):
+                scale.view(-1)[rows] = _fitted(divisor, values, cache.dtype, weight).flatten()
         values = encode(values, cache.dtype)
     else:
         values = values.to(cache.dtype)
@@ -70,9 +84,9 @@ def _store(values: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor | None
     _as_integers(cache).view(-1, head_dim).index_copy_(0, rows, _as_integers(values).reshape(-1, head_dim))
 
 
-def _scale(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[num_tokens, num_kv_heads]: absmax / the dtype's largest value for int8; for a float format, whose steps grow
-    with the value, the one with the least squared error among SCALE_STEPS times that.
+def _divisor(values: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor | None) -> torch.Tensor:
+    """[num_tokens, num_kv_heads], what vectors are divided by: absmax / the dtype's largest value for int8; for a float
+    format, whose steps grow with the value, the one with the least squared error among SCALE_STEPS times that.
 
     NaN where a vector holds NaN, so that the fault survives the encoding. A vector of zeros gets the least positive
     scale, which decodes to zeros.
@@ -83,10 +97,23 @@ def _scale(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     best, best_error = least, torch.full_like(least, torch.inf)
     for step in SCALE_STEPS:
         scaled = values * (1 / (least * step))[..., None]
-        error = (scaled - encode(scaled, dtype).to(torch.float32)).square().sum(-1) * (step * step)
+        error = (scaled - encode(scaled, dtype).to(torch.float32)).square()
+        error = (error if weight is None else error * weight).sum(-1) * (step * step)
         better = error < best_error
         best, best_error = torch.where(better, least * step, best), torch.where(better, error, best_error)
     return best
+
+
+def _fitted(
+    divisor: torch.Tensor, divided: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """The scale of float codes by least squares: what is lost in rounding is not at right angles to the codes."""
+    if dtype == torch.int8:
+        return divisor
+    codes = encode(divided, dtype).to(torch.float32)
+    weighted = codes if weight is None else codes * weight
+    ratio = (weighted * divided).sum(-1) / (weighted * codes).sum(-1)
+    return torch.where(ratio > 0, divisor * ratio, divisor)  # zeros and NaN have no ratio
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,17 +34,20 @@ def test_copies_to_slots_and_skips_negative_ones(dtype):
     assert torch.equal(v_cache, expected_v)
 
 
-def best_scale(vector, dtype, largest):
-    """By trial in float64, one candidate after the other."""
+def best_scale(vector, dtype, largest, weight=1.0):
+    """By trial in float64, one divisor after the other; then by least squares over the codes."""
     least = vector.abs().max().item() / largest
     if dtype == torch.int8 or not least:
         return least
 
-    def squared_error(scale):
-        scaled = vector.double() / scale
-        return scale**2 * (scaled - scaled.float().to(dtype).double()).square().sum().item()
+    def codes(divisor):
+        return (vector.double() / divisor).float().to(dtype).double()
 
-    return min((least * 2 ** (i / 8) for i in range(8)), key=squared_error)
+    def squared_error(divisor):
+        return (weight * (vector.double() - divisor * codes(divisor)).square()).sum().item()
+
+    chosen = codes(min((least * 2 ** (i / 8) for i in range(8)), key=squared_error))
+    return ((weight * chosen * vector.double()).sum() / (weight * chosen.square()).sum()).item()
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0), (torch.int8, 127.0)])
@@ -203,9 +206,33 @@ def test_refuses_an_offset_that_does_not_fit(offset, scale, message):
     cache, k, table = torch.zeros(3, 2, 4, 8, dtype=torch.int8), torch.zeros(1, 2, 8), torch.ones(4, 8)
     zero = torch.tensor([0])
     with pytest.raises(ValueError, match=message):
-        rotary_kv_store(k, k, k, zero, table, cache, cache, zero, scale, scale, offset, zero)
-    with pytest.raises(ValueError, match="k_offset needs token_positions"):
+        rotary_kv_store(k, k, k, zero, table, cache, cache, zero, scale, scale, offset, None, zero)
+    with pytest.raises(ValueError, match=message.replace("k_offset", "k_weight")):
+        rotary_kv_store(k, k, k, zero, table, cache, cache, zero, scale, scale, None, offset, zero)
+    with pytest.raises(ValueError, match="k_offset and k_weight need token_positions"):
         rotary_kv_store(k, k, k, zero, table, cache, cache, zero, *[torch.zeros(3, 2, 4)] * 2, torch.zeros(1, 2, 8))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0), (torch.int8, 127.0)])
+def test_errors_of_keys_count_by_the_weights_of_their_segment(dtype, largest):
+    generator = torch.Generator().manual_seed(4)
+    k = torch.randn(40, 2, 8, generator=generator)
+    weights = torch.rand(3, 2, 8, generator=generator) ** 8  # a few dimensions count, others hardly
+    token_positions = torch.arange(40) * 19
+    caches, scales = zip(*(make_cache(dtype, True, num_blocks=10) for _ in "kv"), strict=True)
+    unturned = torch.tensor([[1.0] * 4 + [0.0] * 4])
+    zeros, slots = torch.zeros(40).long(), torch.arange(40)
+    rotary_kv_store(k, k, k, zeros, unturned, *caches, slots, *scales, None, weights, token_positions)
+    differing = 0
+    for token in range(40):
+        for head in range(2):
+            weight = weights[token_positions[token] // 256, head].double()
+            expected = best_scale(k[token, head], dtype, largest, weight)
+            plain = best_scale(k[token, head], dtype, largest)
+            stored = [scale[token // 4, head, token % 4].item() for scale in scales]
+            assert stored == pytest.approx([expected, plain], rel=1e-5)
+            differing += abs(expected / plain - 1) > 1e-3
+    assert (differing > 20) == (dtype != torch.int8)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
@@ -219,7 +246,7 @@ def test_offset_of_its_segment_is_taken_off_a_rotated_key(dtype):
     k = torch.cat((stored[..., 2:], -stored[..., :2]), -1)
     caches, scales = zip(*(make_cache(dtype, True, heads=1, head_dim=4) for _ in "kv"), strict=True)
     turn, slots = torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([0, 5, 2])
-    rotary_kv_store(k, k, k, torch.zeros(3).long(), turn, *caches, slots, *scales, offsets, token_positions)
+    rotary_kv_store(k, k, k, torch.zeros(3).long(), turn, *caches, slots, *scales, offsets, None, token_positions)
     keys, values = (
         (cache.float() * scale[..., None]).transpose(1, 2).flatten(0, 1)
         for cache, scale in zip(caches, scales, strict=True)

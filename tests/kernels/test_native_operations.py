@@ -107,13 +107,14 @@ def test_gated_activation(dtype, kind, shape):
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kv_store_writes_the_same_bytes(dtype, cache_dtype):
-    """Division and rounding are exact operations: each byte of caches and scales is the specification's."""
+    """Division and rounding are exact operations: each byte of caches is the specification's. Scales of float formats
+    are sums, and equal but for their order."""
     k, v = (torch.randn(70, 6, 33) * torch.logspace(-9, 4, 70)[:, None, None]).to(dtype).split(3, dim=1)
     k[3, 1], v[4, 2, 5], v[5, 0, 0] = 0.0, math.nan, math.inf
     slots = torch.randperm(80)[:70].where(torch.arange(70) % 9 != 0, -1)
-    assert stored(store_cpu.kv_store, k, v, slots, cache_dtype) == stored(
-        store_reference.kv_store, k, v, slots, cache_dtype
-    )
+    found, expected = (stored(backend.kv_store, k, v, slots, cache_dtype) for backend in (store_cpu, store_reference))
+    for i, (ours, wanted) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(ours, wanted, rtol=0 if i < 2 else 1e-6, atol=0)
 
 
 def stored(kv_store, k, v, slots, cache_dtype):
@@ -121,7 +122,7 @@ def stored(kv_store, k, v, slots, cache_dtype):
     caches = [torch.zeros(5, 3, 16, 33, dtype=torch.float32).to(cache_dtype) for _ in "kv"]
     scales = [torch.zeros(5, 3, 16) if cache_dtype.itemsize == 1 else None for _ in "kv"]
     kv_store(k, v, *caches, slots, *scales)
-    return [t.float().nan_to_num(nan=12345.0, posinf=1e38).tolist() for t in (*caches, *scales) if t is not None]
+    return [t.float().nan_to_num(nan=12345.0, posinf=1e38) for t in (*caches, *scales) if t is not None]
 
 
 def test_a_row_does_not_depend_on_threads():
@@ -148,7 +149,7 @@ def test_fused_pass_has_the_bits_of_rotary_and_kv_store(cache_dtype, rotary_dim,
     scales = [[torch.zeros(5, 2, 16) if cache_dtype.itemsize == 1 else None for _ in "kv"] for _ in range(2)]
     offset = torch.randn(4, 2, 33) * 3 if has_offset and cache_dtype.itemsize == 1 else None
     token_positions = torch.randint(0, 1024, (70,))
-    fused_q = rotary_kv_store(q, k, v, positions, table, *caches[0], slots, *scales[0], offset, token_positions)
+    fused_q = rotary_kv_store(q, k, v, positions, table, *caches[0], slots, *scales[0], offset, None, token_positions)
     rotated_q, rotated_k = rotary_cpu.rotary(q, k, positions, table)
     if offset is not None:
         rotated_k = rotated_k.float() - offset[token_positions // 256]

@@ -15,14 +15,15 @@ from tiny_models import SIZES, Runner, make_hf_model, save
 
 from batchinfer.cache.paged_kv import PagedKVCache
 from batchinfer.cache_config import CacheConfig
-from batchinfer.engine.key_offsets import measure_mean_keys
+from batchinfer.engine.key_statistics import measure_keys
 from batchinfer.engine.whole_sequences import blocks_needed, run_whole
 from batchinfer.errors import UsageError
 from batchinfer.executors.local import cache_spec
-from batchinfer.models.key_offsets import KeyOffsets
+from batchinfer.models.key_offsets import KeyOffsets, KeyStatistics
 from batchinfer.models.loader import load_decoder
 
 PROMPT = np.random.default_rng(1).integers(0, SIZES["vocab_size"], 700).astype(np.int32)
+TEXT = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 300).astype(np.int32)
 BLOCK = 8
 LAYERS, HEADS, DIM = 3, SIZES["num_key_value_heads"], 8
 SLOW = {"rope_type": "default", "rope_theta": 1e6}
@@ -31,7 +32,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
-def make_models(path, key_bias=0.0, key_weight=1.0, **fields):
+def make_models(path, key_bias=0.0, key_weight=1.0, query_weight=1.0, **fields):
     """A Hugging Face model whose keys have `key_bias`, [DIM] or one number, with random signs in common, and ours."""
     fields = {"max_position_embeddings": 1024} | fields
     model = make_hf_model("qwen2", num_hidden_layers=LAYERS, initializer_range=0.1, **fields)
@@ -39,12 +40,17 @@ def make_models(path, key_bias=0.0, key_weight=1.0, **fields):
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight *= key_weight
+            layer.self_attn.q_proj.weight *= query_weight
             layer.self_attn.k_proj.bias.copy_((key_bias * signs).flatten())
     return model, load_decoder(save(model, path), "fp32")
 
 
 def make_decoder(path, *args, **fields):
     return make_models(path, *args, **fields)[1]
+
+
+def known(mean):
+    return KeyStatistics(mean, torch.ones_like(mean), torch.zeros_like(mean))
 
 
 def hidden_states(decoder, kv_dtype, wide_layers=()):
@@ -56,7 +62,7 @@ def hidden_states(decoder, kv_dtype, wide_layers=()):
 def test_offsets_of_constant_keys_are_their_means_over_a_segment(tmp_path, rope):
     """Keys that are one vector b before the rotation, which Hugging Face computes, yarn's factor included."""
     model, decoder = make_models(tmp_path, 2.5, 0.0, rope_parameters=rope)
-    offsets = KeyOffsets(decoder.rope, measure_mean_keys(decoder, BLOCK))
+    offsets = KeyOffsets(decoder.rope, measure_keys(decoder, TEXT, BLOCK))
     offsets.cover(700)
     b = model.model.layers[0].self_attn.k_proj.bias.detach().view(HEADS, DIM).double()
     assert b.abs().unique().tolist() == [2.5]
@@ -65,9 +71,35 @@ def test_offsets_of_constant_keys_are_their_means_over_a_segment(tmp_path, rope)
     expected = turned.view(3, 256, HEADS, DIM).mean(1)
     assert (expected[0] - expected[2]).abs().max() > 1
     for layer in range(LAYERS):
-        table = offsets.table(layer)
+        table = offsets.tables(layer)[0]
         torch.testing.assert_close(table[:3].double(), expected, rtol=1e-4, atol=1e-4)
         assert table.is_contiguous()
+
+
+@pytest.mark.parametrize("rope", [SLOW, YARN], ids=["default", "yarn"])
+def test_weights_are_the_mean_squares_of_queries_turned_to_the_segment(tmp_path, rope):
+    """Queries that are one vector b a head before the rotation."""
+    model, decoder = make_models(tmp_path, rope_parameters=rope, query_weight=0.0)
+    offsets = KeyOffsets(decoder.rope, measure_keys(decoder, TEXT, BLOCK))
+    offsets.cover(700)
+    b = model.model.layers[1].self_attn.q_proj.bias.detach().view(-1, DIM).double()
+    cos, sin = (x[0].double() for x in model.model.rotary_emb(torch.zeros(1, 768, 1), torch.arange(768)[None]))
+    turned = b * cos[:, None] + torch.cat((-b[:, DIM // 2 :], b[:, : DIM // 2]), -1) * sin[:, None]
+    expected = turned.square().view(3, 256, HEADS, -1, DIM).mean((1, 3))
+    expected /= expected.mean(-1, keepdim=True)
+    weights = offsets.tables(1)[1]
+    torch.testing.assert_close(weights[:3].double(), expected, rtol=1e-3, atol=1e-3)
+    assert weights.is_contiguous()
+    assert (expected[0] - expected[2]).abs().max() > 0.2
+
+
+def test_the_first_tokens_do_not_count(tmp_path):
+    decoder = make_decoder(tmp_path)
+    other = TEXT.copy()
+    other[0] = (other[0] + 1) % SIZES["vocab_size"]
+    first, second = (measure_keys(decoder, ids, BLOCK)[0] for ids in (TEXT, other))
+    torch.testing.assert_close(first.mean, second.mean, rtol=1e-5, atol=1e-6)
+    assert measure_keys(decoder, TEXT[:4], BLOCK) == [None] * LAYERS
 
 
 def test_dimensions_that_do_not_turn_are_averaged_as_they_are(tmp_path):
@@ -78,12 +110,12 @@ def test_dimensions_that_do_not_turn_are_averaged_as_they_are(tmp_path):
     decoder = load_decoder(tmp_path, "fp32")
     assert decoder.spec.rope.rotary_dim == 4
     bias = model.model.layers[0].self_attn.k_proj.bias.detach().view(HEADS, DIM)
-    means = measure_mean_keys(decoder, BLOCK)
-    torch.testing.assert_close(means[0], bias, rtol=1e-4, atol=1e-5)
-    offsets = KeyOffsets(decoder.rope, means)
+    statistics = measure_keys(decoder, TEXT, BLOCK)
+    torch.testing.assert_close(statistics[0].mean, bias, rtol=1e-4, atol=1e-5)
+    offsets = KeyOffsets(decoder.rope, statistics)
     offsets.cover(1)
-    assert torch.equal(offsets.table(0)[0, :, 4:], means[0][:, 4:])
-    assert (offsets.table(0)[0, :, :4] - means[0][:, :4]).abs().max() > 1
+    assert torch.equal(offsets.tables(0)[0][0, :, 4:], statistics[0].mean[:, 4:])
+    assert (offsets.tables(0)[0][0, :, :4] - statistics[0].mean[:, :4]).abs().max() > 1
 
 
 @pytest.mark.parametrize(("kv_dtype", "factor"), [("fp8", 3), ("fp8_e5m2", 3), ("int8", 2)])
@@ -92,7 +124,7 @@ def test_attention_gains_precision_where_keys_have_much_in_common(tmp_path, kv_d
     decoder = make_decoder(tmp_path, 20 * SLOW_PAIRS, rope_parameters=SLOW)
     exact = hidden_states(decoder, "fp32")
     before = (hidden_states(decoder, kv_dtype) - exact).square().mean(-1).sqrt()
-    decoder.take_off_keys(measure_mean_keys(decoder, BLOCK))
+    decoder.take_off_keys(measure_keys(decoder, TEXT, BLOCK))
     after = (hidden_states(decoder, kv_dtype) - exact).square().mean(-1).sqrt()
     for part in (slice(20, 256), slice(256, 512), slice(512, 700)):
         assert after[part].mean() < before[part].mean() / factor
@@ -103,7 +135,7 @@ def test_attention_does_not_change_by_any_offset(tmp_path):
     decoder = make_decoder(tmp_path)
     exact, plain = hidden_states(decoder, "fp32"), hidden_states(decoder, "int8")
     generator = torch.Generator().manual_seed(5)
-    decoder.take_off_keys([0.3 * torch.randn(HEADS, DIM, generator=generator) for _ in range(LAYERS)])
+    decoder.take_off_keys([known(0.3 * torch.randn(HEADS, DIM, generator=generator)) for _ in range(LAYERS)])
     shifted = hidden_states(decoder, "int8")
     error = (plain - exact).abs().max()
     assert not torch.equal(shifted, plain)
@@ -112,7 +144,7 @@ def test_attention_does_not_change_by_any_offset(tmp_path):
 
 def test_a_row_has_the_same_bits_in_chunks_and_beside_others(tmp_path):
     decoder = make_decoder(tmp_path, 5.0)
-    decoder.take_off_keys(measure_mean_keys(decoder, BLOCK))
+    decoder.take_off_keys(measure_keys(decoder, TEXT, BLOCK))
     ids = torch.from_numpy(PROMPT).long()
     together = Runner(decoder, "fp8", BLOCK).step([("long", ids, 0, 700), ("short", ids, 0, 90)])
     runner = Runner(decoder, "fp8", BLOCK)
@@ -125,14 +157,14 @@ def test_a_row_has_the_same_bits_in_chunks_and_beside_others(tmp_path):
 def test_layers_without_a_scale_a_token_keep_their_keys_whole(tmp_path):
     decoder = make_decoder(tmp_path)
     before = [hidden_states(decoder, "fp32"), hidden_states(decoder, "fp8", range(LAYERS))]
-    decoder.take_off_keys([torch.full((HEADS, DIM), 100.0)] * LAYERS)
+    decoder.take_off_keys([known(torch.full((HEADS, DIM), 100.0))] * LAYERS)
     after = [hidden_states(decoder, "fp32"), hidden_states(decoder, "fp8", range(LAYERS))]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_layers_of_numbers_that_are_not_finite_have_no_offsets(tmp_path):
     decoder = make_decoder(tmp_path, float("inf"))
-    means = measure_mean_keys(decoder, BLOCK)
+    means = measure_keys(decoder, TEXT, BLOCK)
     assert means == [None] * LAYERS
     before = hidden_states(decoder, "fp8")
     decoder.take_off_keys(means)
@@ -140,30 +172,32 @@ def test_layers_of_numbers_that_are_not_finite_have_no_offsets(tmp_path):
 
 
 def test_frequencies_that_depend_on_the_length_allow_no_offsets(tmp_path):
-    assert measure_mean_keys(make_decoder(tmp_path, 5.0, rope_parameters=DYNAMIC), BLOCK) == [None] * LAYERS
+    assert measure_keys(make_decoder(tmp_path, 5.0, rope_parameters=DYNAMIC), TEXT, BLOCK) == [None] * LAYERS
 
 
 def test_a_model_of_few_positions_is_measured_on_those(tmp_path):
     decoder = make_decoder(tmp_path, 2.5, 0.0, max_position_embeddings=5)
-    for mean in measure_mean_keys(decoder, BLOCK):
-        torch.testing.assert_close(mean.abs(), torch.full((HEADS, DIM), 2.5))
+    for statistics in measure_keys(decoder, TEXT, BLOCK):
+        torch.testing.assert_close(statistics.mean.abs(), torch.full((HEADS, DIM), 2.5))
 
 
 def test_tables_grow_without_changing(tmp_path):
     decoder = make_decoder(tmp_path)
-    means = [torch.randn(HEADS, DIM), None, torch.randn(HEADS, DIM)]
+    means = [known(torch.randn(HEADS, DIM)), None, known(torch.randn(HEADS, DIM))]
     grown, whole = KeyOffsets(decoder.rope, means), KeyOffsets(decoder.rope, means)
     whole.cover(1500)
     for num_positions in (1, 256, 257, 1500, 20):
         grown.cover(num_positions)
-    assert len(whole.table(0)) == 6
     for layer in (0, 2):
-        assert torch.equal(grown.table(layer)[:6], whole.table(layer))
-    assert grown.table(1) is None
+        for table, expected in zip(grown.tables(layer), whole.tables(layer), strict=True):
+            assert len(expected) == 6
+            assert torch.equal(table[:6], expected)
+    assert grown.tables(1) == (None, None)
 
 
 def test_a_cache_with_a_scale_a_token_has_them_measured_once(tmp_path):
-    model = SimpleNamespace(decoder=make_decoder(tmp_path))
+    tokenizer = SimpleNamespace(encode_batch=lambda texts: [TEXT for text in texts if len(text) > 4000])
+    model = SimpleNamespace(decoder=make_decoder(tmp_path), tokenizer=tokenizer)
     cache_spec(CacheConfig(), model)
     assert not model.decoder.has_key_offsets
     with pytest.raises(UsageError, match="has layers 0 to 2"):
