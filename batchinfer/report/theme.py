@@ -60,8 +60,8 @@ _VARIABLES = {
 PAGE = Theme("#a1b000", "#a1b001", "#a1b002", "#a1b003", ("#a1b004", "#a1b005", "#a1b006", "#a1b007"))
 
 
-def rc(theme: Theme) -> dict[str, Any]:
-    """matplotlib's settings."""
+def rc(theme: Theme) -> Any:
+    """matplotlib's settings, a dict whose keys its own stubs list one by one."""
     colours = {
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), theme.surface),
         **dict.fromkeys(("text.color", "legend.labelcolor", "axes.titlecolor"), theme.ink),

@@ -34,13 +34,13 @@ class TimelineView:
         """[num_intervals]"""
         return np.diff(self._end_s, prepend=0.0)
 
-    def total(self, amounts: Any) -> FloatArray:
-        """[num_spans] of amounts an interval."""
-        return spread(self._end_s, amounts, self._edges_s)
-
     def rate(self, amounts: Any) -> FloatArray:
-        """[num_spans] a second."""
-        return self.total(amounts) / np.diff(self._edges_s)
+        """[num_spans] a second, of amounts an interval."""
+        return spread(self._end_s, amounts, self._edges_s) / np.diff(self._edges_s)
+
+    def events(self, counts: Any) -> FloatArray:
+        """[num_spans] of whole counts an interval, by when it ended."""
+        return np.histogram(self._end_s, self._edges_s, weights=counts)[0]
 
     def mean(self, levels: Any) -> FloatArray:
         """[num_spans] of levels that hold for an interval."""
@@ -125,9 +125,10 @@ def prompts(theme: Theme, view: TimelineView) -> "Figure":
     axes[0].set_ylabel("prompts started\n[tokens/s]")
     axes[0].yaxis.set_major_formatter(_thousands)
     legend_above(axes[0])
-    preempted = view.total(view.columns["preemptions"])
+    preempted = view.events(view.columns["preemptions"])
     axes[1].stairs(preempted, view.edges, fill=True, color=theme.series[3])
     axes[1].set_ylabel("preemptions")
+    axes[1].locator_params(axis="y", integer=True, nbins=3)
     if not preempted.any():
         axes[1].set_yticks([0])
         axes[1].annotate("none", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=theme.muted)
@@ -156,5 +157,5 @@ def where_the_time_went(theme: Theme, phases: Mapping[str, float], inside: Mappi
     return figure
 
 
-def _thousands(value: float, _: int) -> str:
+def _thousands(value: float, _: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
