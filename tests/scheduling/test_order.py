@@ -1,6 +1,8 @@
 """The order of rows, against plain recounts of what it is to achieve."""
 
 import random
+import subprocess
+import sys
 from collections import defaultdict
 
 import numpy as np
@@ -130,3 +132,30 @@ def test_rows_that_share_most_with_what_is_cached_come_first(seed: int) -> None:
 def test_none_and_one() -> None:
     assert order_of([], []) == []
     assert order_of([np.array([3], np.int32)], [9.0]) == [0]
+
+
+A_MILLION = """
+import resource, time
+import numpy as np
+from batchinfer.scheduling.order import packed_order
+
+rng = np.random.default_rng(0)
+heads = [rng.integers(0, 49152, 128, dtype=np.int32) for _ in range(1000)]
+tails = (rng.integers(0, 49152, size, dtype=np.int32) for size in rng.integers(10, 80, 1_000_000))
+prompts = [np.concatenate([heads[i % 1000], tail]) for i, tail in enumerate(tails)]
+lengths = rng.choice([50.0, 100.0, 200.0], len(prompts))
+start = time.process_time()
+order = packed_order(prompts, lengths, 16, 256)
+seconds = time.process_time() - start
+assert np.array_equal(np.sort(order), np.arange(len(prompts)))
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_a_million_prompts_take_less_than_a_minute_and_two_gigabytes() -> None:
+    """The prompts themselves, which take 0.8 of them, included."""
+    done = subprocess.run([sys.executable, "-c", A_MILLION], capture_output=True, text=True, check=True)
+    seconds, kibibytes = map(float, done.stdout.split())
+    assert seconds < 60
+    assert kibibytes * 1024 < 2e9
