@@ -34,14 +34,8 @@ class _Observed:
     def vocab_size(self) -> int:
         return self.decoder.vocab_size
 
-    @property
-    def drops_rows(self) -> bool:
-        return self.decoder.drops_rows
-
-    def forward(
-        self, batch: Batch, cache: PagedKVCache, prompt_lens: Tensor, last_rows: Tensor | None = None
-    ) -> Tensor:
-        return self.decoder.forward(batch, cache, prompt_lens, last_rows, self.queries.__setitem__)
+    def forward(self, batch: Batch, cache: PagedKVCache, prompt_lens: Tensor) -> Tensor:
+        return self.decoder.forward(batch, cache, prompt_lens, self.queries.__setitem__)
 
     def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:
         return self.decoder.compute_logits(hidden, scratch)

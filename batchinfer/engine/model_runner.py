@@ -38,15 +38,9 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    @property
-    def drops_rows(self) -> bool:
-        """Whether forward takes last_rows, as the state of a sequence's last token shows a fault in any before it."""
-        ...
-
-    def forward(self, batch: ForwardBatch, cache: Any, prompt_lens: Tensor, last_rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: Any, prompt_lens: Tensor) -> Tensor:
         """Hidden states after the last norm [num_tokens, hidden_size]; the batch's keys and values go to the cache.
-        prompt_lens: the batch's, for rotary embeddings whose frequencies depend on the prompt's length. last_rows:
-        int64 [num_seqs], each sequence's last token; with it, only their states, [num_seqs, hidden_size]."""
+        prompt_lens: the batch's, for rotary embeddings whose frequencies depend on the prompt's length."""
         ...
 
     def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -137,18 +131,15 @@ class ModelRunner:
         watch = _Stopwatch()
         inputs = self._batch.build(output)
         batch = build_forward_batch(inputs, self._prompt_lens[output.slots], self._model.device)
-        last_rows = self._droppable(output, inputs)
-        hidden = self._forward(batch, last_rows)
-        rows_of_sequences = inputs.cu_seqlens_q if last_rows is None else np.arange(len(output.slots) + 1)
-        is_finite = _finite_sequences(hidden, rows_of_sequences)
+        hidden = self._forward(batch)
+        is_finite = _finite_sequences(hidden, inputs.cu_seqlens_q)
         token_ids = np.full(len(output.slots), -1, np.int32)
         logprobs: dict[RequestId, TokenLogprob] = {}
         forward_s, sample_s = watch.lap(), 0.0
         sampling = np.flatnonzero(output.samples)
         for part in _parts(len(sampling), max(1, _LOGITS_ELEMENTS // self._model.vocab_size)):
             entries = sampling[part]
-            rows = inputs.logits_indices[part] if last_rows is None else entries
-            logits = self._compute_logits(hidden[torch.from_numpy(rows)])
+            logits = self._compute_logits(hidden[torch.from_numpy(inputs.logits_indices[part])])
             forward_s += watch.lap()
             slots = output.slots[entries]
             sampled = self._sampler.sample(logits, slots, inputs.seq_lens[entries].astype(np.int64))
@@ -161,18 +152,10 @@ class ModelRunner:
         result = StepResult(output.step_id, token_ids, is_finite)
         return StepOutput(result, logprobs, scores, forward_s, sample_s + watch.lap())
 
-    def _droppable(self, output: SchedulerOutput, inputs: StepInputs) -> Tensor | None:
-        """Each sequence's last token, where the model needs to give the state of no other."""
-        is_longer = output.num_tokens > len(output.slots)
-        if not is_longer or not self._model.drops_rows or self._scores_prompt[output.slots].any():
-            return None
-        return torch.from_numpy(inputs.cu_seqlens_q[1:].astype(np.int64) - 1).to(self._model.device)
-
-    def _forward(self, batch: ForwardBatch, last_rows: Tensor | None) -> Tensor:
+    def _forward(self, batch: ForwardBatch) -> Tensor:
         """Repeatable, other than what follows it: it only writes KV."""
-        rows = {} if last_rows is None else {"last_rows": last_rows}
         try:
-            return self._model.forward(batch, self._cache, batch.prompt_lens, **rows)
+            return self._model.forward(batch, self._cache, batch.prompt_lens)
         except (MemoryError, RuntimeError) as error:
             if _is_out_of_memory(error):
                 raise _ForwardOutOfMemory(error.with_traceback(None)) from None  # its frames hold the activations
@@ -261,8 +244,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
-def _finite_sequences(hidden: Tensor, first_rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """Whether all hidden states of each sequence's rows, [first_rows[i], first_rows[i + 1]), are finite: bool
-    [num_seqs]."""
+def _finite_sequences(hidden: Tensor, cu_seqlens_q: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Whether all hidden states of each sequence's tokens are finite, bool [num_seqs]."""
     is_finite = hidden.abs().amax(dim=-1).isfinite().cpu().numpy()  # a NaN is the maximum of its row
-    return np.logical_and.reduceat(is_finite, first_rows[:-1])
+    return np.logical_and.reduceat(is_finite, cu_seqlens_q[:-1])

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from batchinfer.cache.paged_kv import PagedKVCache
@@ -16,9 +15,8 @@ from batchinfer.models.linear import Projection
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.kv_scales import KVScales
 
-ObserveQueries = Callable[
-    [int, Tensor], None
-]  # gets a layer and its rotated queries [num_tokens, num_q_heads, head_dim]
+# Gets a layer and its rotated queries, [num_tokens, num_q_heads, head_dim].
+ObserveQueries = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +60,9 @@ class Attention:
         rotation: StepRotation,
         cache: PagedKVCache,
         known: KnownKeys = (None, None),
-        last_rows: Tensor | None = None,
         observe: ObserveQueries | None = None,
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same. known: of the keys, where the cache makes use of it. last_rows: int64
-        [num_seqs], each sequence's last token: only these attend, [num_seqs, hidden_size], while all keys and values
-        are stored."""
+        """[num_tokens, hidden_size] to the same. known: of the keys, where the cache makes use of it."""
         spec, layer = self._spec, self._layer
         heads = self._qkv(hidden).unflatten(-1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
@@ -81,14 +76,11 @@ class Attention:
         q = rotary_kv_store(*rotated, *stored, batch.slot_mapping, *scales, *known, batch.positions)
         if observe is not None:
             observe(layer, q)
-        cu_seqlens_q = batch.cu_seqlens_q
-        if last_rows is not None:
-            q, cu_seqlens_q = q[last_rows], torch.arange(len(last_rows) + 1, dtype=torch.int32, device=q.device)
         attended = paged_attention(
             q,
             *stored,
             batch.block_table,
-            cu_seqlens_q,
+            batch.cu_seqlens_q,
             batch.seq_lens,
             spec.head_dim**-0.5,
             *scales,

@@ -99,25 +99,16 @@ class Decoder:
         back. statistics: of each layer, or None. A cache that is in use already would be read wrongly."""
         self._key_offsets = KeyOffsets(self.rope, statistics)
 
-    @property
-    def drops_rows(self) -> bool:
-        """Whether forward takes last_rows. Not with a sliding window: a fault in a token that the last one does not see
-        would not show in it."""
-        return not any(self.spec.sliding_windows)
-
     @torch.inference_mode()
     def forward(
         self,
         batch: Batch,
         cache: PagedKVCache,
         prompt_lens: Tensor | None = None,
-        last_rows: Tensor | None = None,
         observe: ObserveQueries | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size], and the batch's keys and values in the cache.
 
-        last_rows: int64 [num_seqs], the row of each sequence's last token. Only their states are returned,
-        [num_seqs, hidden_size]: the last layer leaves the others out once their keys and values are stored.
         prompt_lens: int32 [num_seqs]; matters only to rotary embeddings with a `length_threshold` and to sequences
         above it. As in transformers' generate, a prompt's tokens then take the frequencies of the whole prompt's length
         and a later token those of the length it makes, whatever the chunks. None: seq_lens stands for the prompts'
@@ -135,10 +126,7 @@ class Decoder:
             else:
                 hidden, residual = add_rms_norm(update, residual, layer.input_norm, eps)
             known: KnownKeys = offsets.tables(index) if offsets and cache.spec.has_scales(index) else (None, None)
-            rows = last_rows if index == self.spec.num_layers - 1 else None
-            attended = layer.attention(hidden, batch, rotation, cache, known, rows, observe)
-            if rows is not None:
-                residual = residual[rows]
+            attended = layer.attention(hidden, batch, rotation, cache, known, observe)
             hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)
             update = layer.mlp(hidden)
         assert update is not None  # a spec has at least one layer

@@ -41,7 +41,6 @@ class NoModel:
 
     vocab_size = VOCAB_SIZE
     device = torch.device("cpu")
-    drops_rows = False
 
     def __init__(self) -> None:
         self._logits = torch.zeros(2, VOCAB_SIZE)

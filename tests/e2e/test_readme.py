@@ -12,10 +12,14 @@ from tiny_jobs import read_rows, save_tiny_model, write_jsonl
 from batchinfer import llm, pipeline
 from batchinfer.cli import main as command_line
 from batchinfer.cli.bench import step, throughput
+from batchinfer.cli.bench_compare import compare
 from batchinfer.cli.bench_kernels import kernels
 from batchinfer.cli.build import build
 from batchinfer.cli.evaluate import evaluate as evaluate_command
+from batchinfer.cli.plan import plan
 from batchinfer.cli.quantize import quantize
+from batchinfer.cli.report import report
+from batchinfer.comparison import child
 from batchinfer.config import iter_options
 from batchinfer.conversion import quantize_job
 from batchinfer.data.result_schema import result_schema
@@ -23,6 +27,7 @@ from batchinfer.errors import ErrorCode
 from batchinfer.evaluation import evaluate
 from batchinfer.executors import step_profile
 from batchinfer.models.resolve import ModelFiles, resolve_model
+from batchinfer.planning import model_facts
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -79,13 +84,23 @@ def _every_model_is_the_tiny_one(model: Path, clone: Path, monkeypatch: pytest.M
     def resolve(name: str | None, report: Callable[[str], None], *_: str) -> ModelFiles:
         return resolve_model(name if name and Path(name).is_dir() else str(model), report)
 
-    for module in (pipeline, llm, step_profile, quantize_job, evaluate):
+    for module in (pipeline, llm, step_profile, quantize_job, evaluate, model_facts):
         monkeypatch.setattr(module, "resolve_model", resolve)
+    own_flags = child.flags  # of a process of its own, which none of the above reaches
+    monkeypatch.setattr(child, "flags", lambda options: [*own_flags(options), f"--model={model}"])
     monkeypatch.chdir(clone)
 
 
 def test_the_readme_shows_each_command() -> None:
-    assert {command.split()[1] for command in runnable()} == {"run", "show", "bench", "quantize", "evaluate"}
+    assert {command.split()[1] for command in runnable()} == {
+        "run",
+        "show",
+        "plan",
+        "report",
+        "bench",
+        "quantize",
+        "evaluate",
+    }
 
 
 def test_commands_run(clone: Path) -> None:
@@ -96,6 +111,7 @@ def test_commands_run(clone: Path) -> None:
     assert len(read_rows(clone / "answers")) == 5
     assert len(read_rows(clone / "answers.jsonl")) == 20
     assert (clone / "quantised" / "config.json").exists()
+    assert "<html" in (clone / "sample_data" / "prompts.completions" / "_report.html").read_text(encoding="utf-8")
 
 
 def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +122,7 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_documented_options_and_columns_are_those_there_are() -> None:
     options = {"--" + member.name.replace("_", "-") for _, member in iter_options()} | {"--job", "--set"}
-    for command in (throughput, step, kernels, build, quantize, evaluate_command):
+    for command in (throughput, compare, step, kernels, build, plan, report, quantize, evaluate_command):
         options |= {name for parameter in command.params for name in parameter.opts}
     named = set(re.findall(r"`?(--[a-z][a-z-]+)", README.replace("--no-", "--")))
     assert named - {"--help", "--rows", "--errors"} <= options

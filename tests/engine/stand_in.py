@@ -34,7 +34,6 @@ class StandInModel:
 
     vocab_size = VOCAB
     device = torch.device("cpu")
-    drops_rows = False
 
     def __init__(self, block_size: int, poisoned_token: int | None = None) -> None:
         self.block_size = block_size

@@ -55,10 +55,6 @@ class Runner:
 
     def step(self, chunks, **options):
         """chunks: (name, all token ids, start, end). Hidden states of each chunk."""
-        return self.pass_(chunks, **options).split([end - start for _, _, start, end in chunks])
-
-    def pass_(self, chunks, **options):
-        """The same in one tensor, as the decoder gives it."""
         positions, slots, rows = [], [], []
         for name, _, start, end in chunks:
             table = self.tables.setdefault(name, [])
@@ -77,7 +73,7 @@ class Runner:
             cu_seqlens_q=F.pad(q_lens.cumsum(0), (1, 0)).int(),
             seq_lens=torch.tensor([end for _, _, _, end in chunks]).int(),
         )
-        return self.decoder.forward(batch, self.cache, **options)
+        return self.decoder.forward(batch, self.cache, **options).split(q_lens.tolist())
 
     def logits(self, name, ids, cuts, **options):
         """Logits of a whole sequence computed in chunks that end at `cuts`."""

@@ -47,7 +47,7 @@ def test_timed_steps_are_interpolated_and_go_on_in_proportion() -> None:
     )
 
 
-@pytest.mark.parametrize(("error", "spread"), [(0.03, 0.1), (0.08, 0.16)])
+@pytest.mark.parametrize(("error", "spread"), [(0.03, 0.25), (0.2, 0.4)])
 def test_the_range_of_a_calibrated_time_follows_from_the_fit(error: float, spread: float) -> None:
     times = StepTimes((1, 100), (0.01, 0.1), 1e-4, 1e-6, 1e-8, error, "a device", "2026-01-31")
     found = CalibratedCost(times).time(forecast((5, 1, 1, 0, 0, 0, 1)))
