@@ -23,6 +23,7 @@ from batchinfer.options import EffectiveOptions
 _START = "from batchinfer.cli.main import main; main()"
 _ERROR = "batchinfer: error: "
 _PROGRESS = re.compile(r"batchinfer: (\d+%, )?[\d,]+/[\d,]+ rows, ")  # progress.py's lines
+_WARNING = re.compile(r"batchinfer: (warning: |the CPU kernel)")  # the latter: that they run in plain torch
 _END_SECONDS = 5.0
 
 
@@ -82,8 +83,9 @@ def _run(command: list[str], report: Callable[[str], None]) -> tuple[int, list[s
 
 
 def _is_news(line: str) -> bool:
-    """What a run says at its start is the same in each; progress and what other libraries say is not."""
-    return bool(_PROGRESS.match(line)) or not (line.isspace() or line.startswith("batchinfer: "))
+    """What a run says at its start is the same in each; progress, warnings and what other libraries say is not."""
+    is_told = _PROGRESS.match(line) or _WARNING.match(line)
+    return bool(is_told) or not (line.isspace() or line.startswith("batchinfer: "))
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -98,7 +98,7 @@ def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
     steps = list(_Steps(local.engine).timed())
     where = f"{machine_name(device)}, {spec.wide_dtype}"
     times = fit_step_times(steps, where, _today())
-    save_peaks(device, spec.wide_dtype, measure_peaks(device, spec.wide_dtype, config.model.threads))
+    save_peaks(device, spec.wide_dtype, measure_peaks(device, spec.wide_dtype))  # of the machine, whatever --threads
     save_step_times(profile_key(config, files, device, spec.wide_dtype, spec.dtype), times)
     report(f"{len(steps)} steps timed; the fit is off by {times.error:.1%} in the mean")
     return times

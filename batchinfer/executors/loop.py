@@ -69,8 +69,8 @@ def run_loop(
 ) -> Ending:
     """Runs until every row is answered or `should_end`, asked before each step, names another ending.
 
-    After a deadline the rows that have started are finished
-    and no other starts, unless a signal comes; after any other ending they are left.
+    After a deadline the rows that have started are finished and no other starts, unless a signal comes; after any other
+    ending they are left.
     """
     intake = _Intake(engine, feeder, sink, config)
     while not intake.is_exhausted or engine.has_unfinished:
@@ -126,6 +126,8 @@ class _Intake:
                 return
             self._window.add([entry for entry in entries if isinstance(entry, Request)])
             self._sink.add([entry for entry in entries if isinstance(entry, Result)])
+            if not self._engine.has_unfinished and not len(self._window):
+                return  # rows that cannot be answered, perhaps millions: whether to end is asked in between
 
     def _has_room(self) -> bool:
         """Whether the engine could start another row in the next step, as far as can be told."""

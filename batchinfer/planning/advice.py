@@ -84,8 +84,9 @@ def _option_changes(scenario: Scenario) -> Iterator[tuple[str, Callable[[JobConf
         more = 4 * getattr(scheduler, name)
         yield f"--{name.replace('_', '-')} {more}", _scheduler(**{name: more})
     if cache.kv_cache_memory is not None:
-        more = 2 * cache.kv_cache_memory
-        yield f"--kv-cache-memory {format_exact_bytes(more)}", _cache(kv_cache_memory=more)
+        more, free = 2 * cache.kv_cache_memory, scenario.model.free_bytes
+        if free is None or scenario.model.sizes.total + more <= _MOST_SHARE * free:
+            yield f"--kv-cache-memory {format_exact_bytes(more)}", _cache(kv_cache_memory=more)
     elif scenario.model.device == "cpu" and (cache.gpu_memory_utilization or 0.5) < _MOST_SHARE:
         yield f"--gpu-memory-utilization {_MOST_SHARE}", _cache(gpu_memory_utilization=_MOST_SHARE)
 

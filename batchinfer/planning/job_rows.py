@@ -25,16 +25,18 @@ IntArray = npt.NDArray[np.int64]
 class ExpectedLengths:
     """How many tokens a row is expected to generate: max_tokens at most.
 
-    of_rows: of an earlier run, by the place of the row in the job, from the beginning again where the job has more
-    rows. tokens: of every row that may end before its max_tokens. None of both: max_tokens.
+    of_rows: of each sample of a row in an earlier run, by the place of the row in the job, from the beginning again
+    where the job has more rows or samples. tokens: of every row that may end before its max_tokens. None of both:
+    max_tokens.
     """
 
     tokens: int | None = None
-    of_rows: Sequence[int] | None = None
+    of_rows: Sequence[Sequence[int]] | None = None
 
     def of(self, request: Request, place: int) -> int:
         if self.of_rows:
-            return min(request.max_tokens, self.of_rows[place % len(self.of_rows)])
+            samples = self.of_rows[place % len(self.of_rows)]
+            return min(request.max_tokens, samples[request.id.sample % len(samples)])
         if self.tokens is None or request.params.ignore_eos:
             return request.max_tokens
         return min(request.max_tokens, max(self.tokens, request.params.min_tokens))

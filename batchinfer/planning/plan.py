@@ -46,20 +46,24 @@ class PlanRequest:
         """Raises UsageError where lengths_from is no output."""
         if self.lengths_from is None:
             return ExpectedLengths(self.expected_output_tokens)
-        tokens = [row.result["completion_tokens"] or 0 for row in iter_output(self.lengths_from, _ALL_ROWS)]
-        if not tokens:
+        samples: list[list[int]] = []
+        for row in iter_output(self.lengths_from, _ALL_ROWS):
+            if row.result["sample_index"] == 0 or not samples:
+                samples.append([])
+            samples[-1].append(row.result["completion_tokens"] or 0)
+        if not samples:
             raise UsageError(f"--lengths-from {self.lengths_from}: it has no rows")
-        return ExpectedLengths(of_rows=tokens)
+        return ExpectedLengths(of_rows=samples)
 
 
 def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[str], None]) -> dict[str, Any]:
     """The forecast of a job as JSON types.
 
     `rows`: `total`, with `errors_by_code`; `read`, of which all counts are scaled to the total; `stride`: one row in so
-    many was read. `prompt_tokens`: total, percentiles
-    and `histogram` as [from, to, rows]. `output_tokens`: expected in all, and `source`, from what. `prefix_cache`:
-    prompt tokens that it can serve, and their share. `kv`: bytes a token and of all rows' tokens, by dtype, of the
-    model's own attention and by kind. `memory`: memory_budget's. `concurrency`: sequences that run at once.
+    many was read. `prompt_tokens`: total, percentiles and `histogram` as [from, to, rows]. `output_tokens`: expected in
+    all, and `source`, from what. `prefix_cache`: prompt tokens that it can serve, and their share. `kv`: bytes a token
+    and of all rows' tokens, by dtype, of the model's own attention and by kind. `memory`: memory_budget's.
+    `concurrency`: sequences that run at once.
     `steps`, `preemptions`, `recomputed_tokens`, `kv_blocks`: as a run counts them; `method`: exact or flow. `time`:
     seconds of inference from low to high, and output tokens/s, None where nothing is known of the device; `basis`, and
     `measured_on`. `advice`: see advice(). Errors as a run's.

@@ -105,7 +105,8 @@ class Forecast:
         self._steps_to_retry -= 1
 
     def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
-        if self._refused == (sequence, self._table.num_changes) and self._steps_to_retry > 0:
+        is_alone = self._table.num_running == 0
+        if self._refused == (sequence, self._table.num_changes) and self._steps_to_retry > 0 and not is_alone:
             return None
         pool = self._pool
         num_used = pool.num_used_blocks
@@ -115,7 +116,7 @@ class Forecast:
             self._running = None
         with_it = self._join(self._current(num_used), sequence, len(token_ids), num_shared)
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
-        fits = num_new <= pool.num_free_blocks and (self._table.num_running == 0 or self._fits(with_it))
+        fits = num_new <= pool.num_free_blocks and (is_alone or self._fits(with_it))
         if not fits:
             pool.free(cached)
             self._refused, self._steps_to_retry = (sequence, self._table.num_changes), _RETRY_STEPS

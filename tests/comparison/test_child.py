@@ -129,3 +129,17 @@ def test_peak_memory_is_the_runs_own_whatever_its_parent_holds():
     )
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
     assert 2 << 20 < int(done.stdout) < 100 << 20
+
+
+def test_warnings_of_a_run_are_passed_on(monkeypatch: pytest.MonkeyPatch):
+    python(
+        monkeypatch,
+        "import sys; print('batchinfer: KV cache: 3 MiB\\n"
+        "batchinfer: the CPU kernels run in plain torch, which is slower\\n"
+        "batchinfer: warning: odd\\nbatchinfer: error: torn', file=sys.stderr); sys.exit(1)",
+    )
+    told: list[str] = []
+    with pytest.raises(BatchInferError, match="torn"):
+        measure(OPTIONS, told.append)
+    assert told[:2] == ["the CPU kernels run in plain torch, which is slower", "warning: odd"]
+    assert not any("3 MiB" in line for line in told)

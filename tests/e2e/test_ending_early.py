@@ -3,6 +3,7 @@ on."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -199,3 +200,13 @@ def test_too_many_errors_end_a_job_before_its_other_rows(
     assert call(tiny_model, *options) == 3
     assert "more rows failed than --max-errors allows (10 of 2,000" in capsys.readouterr().err
     assert call(tiny_model, *options) == 3  # errors of earlier runs count
+
+
+def test_faulty_rows_alone_end_a_job_long_before_its_end(tmp_path: Path, tiny_model: Path, capsys) -> None:
+    """No row ever reaches the engine, and still the limit is looked at."""
+    source = write_jsonl(tmp_path / "in.jsonl", [{"prompt": None}] * 60_000)
+    options = ["--input", source, "--output", tmp_path / "out", "--max-errors", "1"]
+    assert call(tiny_model, *options) == 3
+    said = capsys.readouterr().err
+    answered = int(re.search(r"allows \(([\d,]+) of 60,000", said)[1].replace(",", ""))
+    assert answered < 30_000

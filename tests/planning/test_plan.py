@@ -113,6 +113,26 @@ def test_lengths_of_an_earlier_run(model: Path, tiny_model: Path, tmp_path: Path
     assert found["output_tokens"]["expected"] == 5 + 10 + 12 + 5  # 15 is more than is allowed; the fourth is the first
 
 
+def test_lengths_of_several_samples_of_an_earlier_run(model: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Two rows of two samples each; a third sample takes the first one's length."""
+    rows = [{"prompt": "ab", "max_tokens": 4}, {"prompt": "abc", "max_tokens": 9}]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert call(tiny_model, "--input", source, "--n", 2, "--ignore-eos", "--output", tmp_path / "out") == 0
+    options = (
+        "--input",
+        source,
+        "--n",
+        3,
+        "--param-columns",
+        "none",
+        "--max-tokens",
+        100,
+        "--lengths-from",
+        tmp_path / "out",
+    )
+    assert plan(model, tmp_path, *options)["output_tokens"]["expected"] == 3 * 4 + 3 * 9
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
