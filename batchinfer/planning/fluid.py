@@ -15,7 +15,7 @@ from batchinfer.scheduling.forecast import usage_before_endings
 
 _ENDING_SHARE = 0.03  # of the running sequences may end within one run of steps
 _WATERMARK = 0.01  # share of the blocks that greedy admission leaves free
-_ID, _TODO, _LEFT, _HELD, _SHARED = range(5)  # rows of _Flow._running
+_ID, _PENDING, _LEFT, _HELD, _SHARED = range(5)  # rows of _Flow._running
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ class _Flow:
         while self._used_blocks(self._after_mixed_step()) > self._blocks.num_blocks and self._running.shape[1] > 1:
             self._preempt()
         counts = self._counts()
-        self._running[_TODO] -= np.minimum(counts, self._running[_TODO])
+        self._running[_PENDING] -= np.minimum(counts, self._running[_PENDING])
         self._running[_HELD] += counts
-        samples = self._running[_TODO] == 0
+        samples = self._running[_PENDING] == 0
         scored = samples & (self._running[_LEFT] == 0)
         self._running[_LEFT] -= samples & ~scored
         self._record(counts, samples & ~scored)
@@ -97,11 +97,11 @@ class _Flow:
 
     def _counts(self) -> IntArray:
         """Tokens that each sequence computes in a step: one where its prompt is done, else a chunk of it."""
-        todo = self._running[_TODO]
-        decodes = todo == 0
+        pending = self._running[_PENDING]
+        decodes = pending == 0
         budget = max(0, self._config.max_num_batched_tokens - int(decodes.sum()))
-        before = np.cumsum(todo) - todo
-        return np.where(decodes, 1, np.clip(budget - before, 0, todo))
+        before = np.cumsum(pending) - pending
+        return np.where(decodes, 1, np.clip(budget - before, 0, pending))
 
     def _after_mixed_step(self) -> IntArray:
         return self._running[_HELD] + self._counts()
@@ -111,7 +111,7 @@ class _Flow:
         running = self._running if running is None else running
         if self._config.reserves:
             return len(held) * self._blocks_of(self._max_model_len)
-        known = np.maximum(held, running[_HELD] + running[_TODO])  # a prompt has its blocks from the start
+        known = np.maximum(held, running[_HELD] + running[_PENDING])  # a prompt has its blocks from the start
         own = -(-(known - running[_SHARED]) // self._blocks.block_size)
         return int(own.sum()) + self._shared_blocks(running)
 
@@ -189,8 +189,8 @@ class _Flow:
 
     def _num_fitting(self) -> int:
         """How many of the next requests may start now."""
-        decoding = int((self._running[_TODO] == 0).sum())
-        backlog = int(self._running[_TODO].sum())
+        decoding = int((self._running[_PENDING] == 0).sum())
+        backlog = int(self._running[_PENDING].sum())
         budget = self._config.max_num_batched_tokens - decoding - backlog
         free_slots = self._config.max_num_seqs - self._running.shape[1]
         if self._config.batching == "static" and not self._preempted:
@@ -198,8 +198,8 @@ class _Flow:
         if budget <= 0 or free_slots <= 0:
             return 0
         columns = self._candidates(free_slots)
-        todo = columns[_TODO]
-        columns = columns[:, np.cumsum(todo) - todo < budget]
+        pending = columns[_PENDING]
+        columns = columns[:, np.cumsum(pending) - pending < budget]
         low, high = 0, columns.shape[1]
         while low < high:
             middle = (low + high + 1) // 2
@@ -212,11 +212,11 @@ class _Flow:
         if self._config.reserves:
             return running.shape[1] * self._blocks_of(self._max_model_len) <= total
         size = self._blocks.block_size
-        held, shared = running[_HELD] + running[_TODO], self._shared_blocks(running)
+        held, shared = running[_HELD] + running[_PENDING], self._shared_blocks(running)
         now = int((-(-(held - running[_SHARED]) // size)).sum()) + shared
         if self._config.admission == "greedy":
             return now + int(np.ceil(_WATERMARK * total)) <= total
-        growth = np.maximum(running[_LEFT] - (running[_TODO] > 0), 0)  # a prompt's step samples the first token
+        growth = np.maximum(running[_LEFT] - (running[_PENDING] > 0), 0)  # a prompt's step samples the first token
         return shared + int(usage_before_endings(held, growth, running[_SHARED] // size, size).blocks.max()) <= total
 
     def _preempt(self) -> None:
@@ -224,7 +224,7 @@ class _Flow:
         column = self._running[:, -1].copy()
         lost = max(0, int(column[_HELD] - column[_SHARED]))
         self._recomputed += lost
-        column[_TODO] += lost
+        column[_PENDING] += lost
         column[_HELD] -= lost
         self._preempted.append(column)
         self._running = self._running[:, :-1]

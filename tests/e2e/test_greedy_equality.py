@@ -86,7 +86,7 @@ def test_64_bench_prompts_equal_hugging_face(
     [
         {"max_num_seqs": 5, "block_size": 8, "max_num_batched_tokens": 64},
         {"block_size": 32, "max_num_batched_tokens": 37, "enable_prefix_caching": False},
-        {"kv_cache_memory": "40MiB", "max_model_len": 512},
+        {"kv_cache_memory": "40MiB", "max_model_len": 512, "admission": "greedy"},
     ],
     ids=["small-batches", "odd-chunks", "preempting"],
 )
