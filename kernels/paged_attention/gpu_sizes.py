@@ -16,7 +16,7 @@ _CHUNKS: dict[str, tuple[Sizes, Sizes, Sizes]] = {
     ),
     "ampere, codes": (  # taking them apart needs registers
         (64, 64, {"num_warps": 4, "num_stages": 3}),
-        (64, 32, {"num_warps": 4, "num_stages": 1}),
+        (64, 32, {"num_warps": 8, "num_stages": 1}),
         (64, 16, {"num_warps": 4, "num_stages": 1}),
     ),
     "small": (
