@@ -95,7 +95,6 @@ struct Factors {
             value[g * GROUP + j] = j < count ? value_scales[j] : 0.0f;  // beyond it there may be NaN
         }
     }
-
 };
 
 // The keys of a chunk that a query sees.
@@ -103,7 +102,8 @@ struct Sight {
     int first, last;
 };
 
-// Scores of one row, [16 * GROUPS], to weights, `bias` added to each; the row's softmax moves on. Returns the decay of what came before.
+// Scores of one row, [16 * GROUPS], to weights, `bias` added to each; the row's softmax moves on. Returns the decay of
+// what came before.
 template <class Math, int GROUPS, bool CAPPED>
 float weigh(const float* scores, const Factors& f, Sight sight, float bias, float& best, float* total,
             typename Math::Element* weights) {
@@ -135,8 +135,8 @@ float weigh(const float* scores, const Factors& f, Sight sight, float bias, floa
 }
 
 template <class Math, bool CAPPED>
-float weigh_groups(int groups, const float* scores, const Factors& f, Sight sight, float bias, float& best, float* total,
-                   typename Math::Element* weights) {
+float weigh_groups(int groups, const float* scores, const Factors& f, Sight sight, float bias, float& best,
+                   float* total, typename Math::Element* weights) {
     static_assert(CHUNK / GROUP == 4, "one case a number of groups");
     switch (groups) {
         case 1: return weigh<Math, 1, CAPPED>(scores, f, sight, bias, best, total, weights);
