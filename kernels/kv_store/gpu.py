@@ -55,24 +55,18 @@ def _kv_store(
 
 @triton.jit
 def _rotary_kv_store(
-    q_ptr,  # [num_tokens, Q_HEADS, HEAD_DIM], strided
-    k_ptr,  # this and the next six as _kv_store's
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slots_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    k_offset_ptr,  # float32 [segments, KV_HEADS, HEAD_DIM], or None
-    k_weight_ptr,  # the same
-    token_positions_ptr,  # int64 [num_tokens], or None where the two before are
+    tensors,  # (q, k, v) [num_tokens, Q_HEADS or KV_HEADS, HEAD_DIM], strided
     q_out_ptr,  # [num_tokens, Q_HEADS, HEAD_DIM], contiguous
     positions_ptr,  # int64 [num_tokens]
     cos_sin_ptr,  # float32 [rows, ROTARY_DIM]
+    caches,  # (k, v) as _kv_store's, like the following two
+    slots_ptr,
+    scales,  # (k, v)
+    known,  # of keys: (offset, weight) float32 [segments, KV_HEADS, HEAD_DIM], or None each
+    token_positions_ptr,  # int64 [num_tokens], or None where both are
     token_strides,  # of q, k and v
     head_strides,
-    Q_HEADS: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,  # (Q_HEADS, Q_BLOCK)
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CODE: tl.constexpr,
@@ -80,32 +74,33 @@ def _rotary_kv_store(
     STATIC: tl.constexpr,  # strides of static scales of keys and values; -1: not static
     KV_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
+    ROTATION: tl.constexpr,  # (HEAD_DIM, ROTARY_DIM, BLOCK, REST)
 ):
+    HEAD_DIM: tl.constexpr = ROTATION[0]
     token = tl.program_id(0).to(tl.int64)
-    table = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM
+    table = cos_sin_ptr + tl.load(positions_ptr + token) * ROTATION[1]
     if tl.program_id(1) == 0:
-        source = q_ptr + token * token_strides[0]
-        out = q_out_ptr + token * (Q_HEADS * HEAD_DIM)
-        rotate_token(source, head_strides[0], table, out, Q_HEADS, HEAD_DIM, ROTARY_DIM, Q_BLOCK, BLOCK, REST)
+        source = tensors[0] + token * token_strides[0]
+        out = q_out_ptr + token * (QUERIES[0] * HEAD_DIM)
+        rotate_token(
+            *(source, head_strides[0], table, out, QUERIES[0]),
+            *(HEAD_DIM, ROTATION[1], QUERIES[1], ROTATION[2], ROTATION[3]),
+        )
     else:
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
             row = row_of(slot, KV_HEADS, BLOCK_SIZE, KV_BLOCK)
             if tl.program_id(1) == 1:
-                x = k_ptr + token * token_strides[1]
+                x = tensors[1] + token * token_strides[1]
                 segment = 0 if token_positions_ptr is None else tl.load(token_positions_ptr + token) // SEGMENT
                 store_rotated(
-                    *(x, head_strides[1], table, k_offset_ptr, k_weight_ptr, segment, k_cache_ptr, k_scale_ptr, row),
-                    *(KV_HEADS, HEAD_DIM, ROTARY_DIM, CODE, LARGEST, STATIC[0], KV_BLOCK, BLOCK, REST),
+                    *(x, head_strides[1], table, known[0], known[1], segment, caches[0], scales[0], row),
+                    *(KV_HEADS, HEAD_DIM, ROTATION[1], CODE, LARGEST, STATIC[0], KV_BLOCK, ROTATION[2], ROTATION[3]),
                 )
             else:
-                x, stride = v_ptr + token * token_strides[2], head_strides[2]
+                x, stride = tensors[2] + token * token_strides[2], head_strides[2]
                 store_vectors(
-                    x, stride, v_cache_ptr, v_scale_ptr, row, KV_HEADS, HEAD_DIM, CODE, LARGEST, STATIC[1], DIM_BLOCK
+                    x, stride, caches[1], scales[1], row, KV_HEADS, HEAD_DIM, CODE, LARGEST, STATIC[1], DIM_BLOCK
                 )
 
 
@@ -174,21 +169,15 @@ def rotary_kv_store(
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if len(q):
+        rotation = rotation_sizes(q.shape[2], cos_sin_cache.shape[1])
         _rotary_kv_store[(len(q), 3)](
-            *(q, k, v, as_bytes(k_cache), as_bytes(v_cache), slot_mapping, k_scale, v_scale),
-            *(
-                k_offset,
-                k_weight,
-                None if k_offset is None and k_weight is None else token_positions,
-                q_out,
-                positions,
-                cos_sin_cache.contiguous(),
-            ),
+            *((q, k, v), q_out, positions, cos_sin_cache.contiguous()),
+            *((as_bytes(k_cache), as_bytes(v_cache)), slot_mapping, (k_scale, v_scale), (k_offset, k_weight)),
+            None if k_offset is None and k_weight is None else token_positions,
             *(tuple(x.stride(axis) for x in (q, k, v)) for axis in (0, 1)),
-            Q_HEADS=q.shape[1],
-            Q_BLOCK=triton.next_power_of_2(q.shape[1]),
+            QUERIES=(q.shape[1], triton.next_power_of_2(q.shape[1])),
             **_sizes(k_cache, k_scale, v_scale),
-            **rotation_sizes(q.shape[2], cos_sin_cache.shape[1]),
+            ROTATION=tuple(rotation[name] for name in ("HEAD_DIM", "ROTARY_DIM", "BLOCK", "REST")),
             **FUSED,
         )
     return q_out
