@@ -5,6 +5,7 @@ from typing import Any
 
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.quantization.fields import QuantizationFields
+from batchinfer.quantization.read_auto_round import parse_auto_round
 from batchinfer.quantization.read_awq import parse_awq
 from batchinfer.quantization.read_compressed_tensors import parse_compressed_tensors
 from batchinfer.quantization.read_fp8 import parse_fp8, parse_modelopt
@@ -20,6 +21,8 @@ _PARSERS: Mapping[str, Callable[[QuantizationFields], QuantizationScheme]] = {
     "fbgemm_fp8": parse_fp8,
     "modelopt": parse_modelopt,
     "gguf": parse_gguf,
+    "auto-round": parse_auto_round,
+    "intel/auto-round": parse_auto_round,
 }
 
 

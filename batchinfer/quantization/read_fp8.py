@@ -49,7 +49,7 @@ def read_fp8(tensors: ModuleTensors, num_outputs: int, num_inputs: int, block: B
     """block: as configured, or None. The shape of the scales says the rest."""
     values = tensors.take("weight", (torch.float8_e4m3fn,), (num_outputs, num_inputs))
     name = next((name for name in _SCALES if tensors.has(name)), "weight_scale")
-    scales = tensors.take(name, _SCALE_DTYPES, None).to(torch.float32)
+    scales = _without_padding(tensors.take(name, _SCALE_DTYPES, None).to(torch.float32))
     grid = _grid(scales, num_outputs, num_inputs, block)
     if grid is None:
         blocks = "" if block is None else f", nor the grid of {block[0]} x {block[1]} blocks"
@@ -59,6 +59,12 @@ def read_fp8(tensors: ModuleTensors, num_outputs: int, num_inputs: int, block: B
         )
     tensors.drop("input_scale", "activation_scale")
     return checked(tensors, lambda: Fp8Weight(values, *grid))
+
+
+def _without_padding(scales: Tensor) -> Tensor:
+    """ModelOpt writes the grid of blocks as [rows, 1, columns, 1]."""
+    is_padded = scales.ndim == 4 and scales.shape[1] == scales.shape[3] == 1
+    return scales[:, 0, :, 0].contiguous() if is_padded else scales
 
 
 def _grid(scales: Tensor, num_outputs: int, num_inputs: int, block: Block | None) -> tuple[Tensor, Block] | None:
@@ -82,7 +88,7 @@ def parse_fp8(fields: QuantizationFields) -> Fp8Scheme:
 def parse_modelopt(fields: QuantizationFields) -> Fp8Scheme:
     """fields: of ModelOpt's hf_quant_config.json, or of the quantization_config that it writes."""
     inner = fields.mapping("quantization") if fields.raw("quantization") else fields
-    algorithm = inner.choice(inner.text("quant_algo"), "quant_algo", _ALGORITHMS)
+    algorithm = inner.choice(inner.text("quant_algo").upper(), "quant_algo", _ALGORITHMS)
     size = inner.integer("group_size", default=128)
     return Fp8Scheme((size, size) if algorithm == "FP8_PB_WO" else None)
 

@@ -161,6 +161,41 @@ def test_gptq_rules_for_single_layers():
     assert torch.equal(weight.dequantize(), dequantize(*other, order))
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+
+
+def test_auto_round_in_the_layout_of_gptq():
+    """Its list names layers in full: down_proj's bits are those of no other layer."""
+    values, scales, zeros = random_layer(32, 96, 8, 96)
+    config = AUTO_ROUND | {
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": {
+            MODULE: {"bits": 8, "group_size": -1},
+            "lm_head": {"bits": 16, "data_type": "float"},
+            "model.layers.0.self_attn.v_proj": {"bits": 4, "group_size": 32},
+        },
+    }
+    weight = read(config, gptq(values, scales, zeros, 8, [0] * 96, v1=True), 32, 96)
+    assert torch.equal(weight.dequantize(), dequantize(values, scales, zeros, [0] * 96))
+    values, scales, zeros = random_layer(32, 96, 4, 32)
+    order = groups_in_order(96, 32)
+    tensors = gptq(values, scales, zeros, 4, order, v1=True)
+    del tensors["g_idx"]
+    weight = read(config, tensors, 32, 96, MODULE.replace("layers.3", "layers.13"))
+    assert torch.equal(weight.dequantize(), dequantize(values, scales, zeros, order))
+
+
+def test_auto_round_in_the_layout_of_awq():
+    values, scales, zeros = random_layer(16, 64, 4, 32)
+    config = AUTO_ROUND | {"quant_method": "intel/auto-round", "packing_format": "auto_round:auto_awq"}
+    weight = read(config, awq_gemm(values, scales, zeros), 16, 64)
+    assert torch.equal(weight.dequantize(), dequantize(values, scales, zeros, groups_in_order(64, 32)))
+    config |= {"extra_config": {MODULE: {"bits": 16}}}
+    both = {f"{MODULE}.{name}": torch.zeros(16, 64) for name in ("weight", "qweight")}
+    layer = ModuleTensors(TensorDict(both), MODULE, set(both), torch.device("cpu"))
+    assert not parse(config, "config.json").is_quantized(layer)
+
+
 def test_unfilled_group_indices_say_nothing():
     values, scales, zeros = random_layer(16, 64, 4, 32)
     tensors = gptq(values, scales, zeros, 4, [0] * 64, v1=True)
@@ -254,6 +289,17 @@ def test_fp8_blocks_multiply(config):
         tensors = {"weight": values, "weight_scale": scales}
     by_element = torch.stack([torch.stack([scales[n // 128, k // 128] for k in range(300)]) for n in range(150)])
     assert torch.equal(read(settings, tensors, 150, 300).dequantize(), numbers * by_element)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_wo"])
+def test_blocks_of_modelopt(algorithm):
+    """Its grid has sides of 1 between and after those of the blocks."""
+    values, numbers = random_e4m3(256, 384)
+    scales = torch.rand(2, 3) + 0.01
+    config = {"quantization": {"quant_algo": algorithm}}
+    weight = read(config, {"weight": values, "weight_scale": scales.view(2, 1, 3, 1)}, 256, 384)
+    expected = numbers.view(2, 128, 3, 128) * scales.view(2, 1, 3, 1)
+    assert torch.equal(weight.dequantize(), expected.view(256, 384))
 
 
 def test_powers_of_two_as_scales():
@@ -397,6 +443,13 @@ def test_nan_among_the_weights_is_named():
         (packed_config(num_bits=8, type="float"), "does not hold weights of type float"),
         (packed_config(num_bits=4, group_size=32) | {"config_groups": {}}, "names no quantised layers"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "must be two sizes, rows and columns"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format = .* is not read"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp' is not read"),
+        (AUTO_ROUND | {"extra_config": {"a": 3}}, r"extra_config\.a = 3 must be an object"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": {"bits": 8}}},
+            "AWQ layers are all alike",
+        ),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' is not read"),
         ({"quant_method": "gguf", "types": {"a": "Q2_K"}}, "types.a = 'Q2_K' is not read"),
     ],
