@@ -143,13 +143,9 @@ class AwqLayer:
         return sum(float(F.linear(x, error).to(torch.float32).square_().sum()) for x in inputs)
 
     def _fold_into_norm(self, norm: str, scales: Tensor) -> Tensor:
-        """Divides the norm's weight. Returns by how much it came out divided, as the quotient is rounded to the
-        checkpoint's precision, so that nothing is lost there."""
-        weight = self._layer.others[norm]
-        folded = (weight.to(torch.float32) / scales).to(weight.dtype)
-        self._layer.others[norm] = folded
-        exact = weight.to(torch.float32) / folded.to(torch.float32)
-        return torch.where((exact > 0) & exact.isfinite(), exact, 1.0)
+        """Divides the norm's weight. Returns by how much it came out divided."""
+        self._layer.others[norm], exact = divided(self._layer.others[norm], scales)
+        return exact
 
     def _divide_rows(self, name: str, scales: Tensor) -> None:
         """Divides what module `name` puts out; its bias is rounded to the checkpoint's precision."""
@@ -178,6 +174,16 @@ class AwqLayer:
 
     def _weights(self, *names: str) -> list[Tensor]:
         return [self._layer.weights[name] for name in names]
+
+
+def divided(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """A norm's weight [K] divided by scales, float32 [K], in its own precision; and by how much it came out divided,
+    rounded as it is, so that nothing is lost there. Elements stay as they are where that precision cannot hold the
+    quotient."""
+    quotient = (weight.to(torch.float32) / scales).to(weight.dtype)
+    exact = weight.to(torch.float32) / quotient.to(torch.float32)
+    is_held = (exact > 0) & exact.isfinite()
+    return torch.where(is_held, quotient, weight), torch.where(is_held, exact, 1.0)
 
 
 def _squared_error(found: Tensor, wanted: Tensor) -> float:

@@ -4,6 +4,7 @@ command line."""
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -151,8 +152,8 @@ def _precision(config: JobConfig) -> tuple[str, str, str]:
 
 def _tokenised(evaluation: Evaluation, sides: Sequence[_Loaded]) -> list[TokenIds]:
     """The token ids of each text, without BOS. Raises UsageError where the sides' differ."""
-    texts = [text for path in evaluation.text for text in iter_texts("--text", path, evaluation.column)]
-    texts = texts[: evaluation.limit]
+    every = (text for path in evaluation.text for text in iter_texts("--text", path, evaluation.column))
+    texts = list(islice(every, evaluation.limit))
     if not texts:
         raise UsageError(f"--text {' '.join(evaluation.text)}: there is no text")
     first, *others = (_encode(side.model.tokenizer, texts) for side in sides)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from batchinfer.conversion import quantize_job
+from batchinfer.conversion.awq_layer import divided
 from batchinfer.conversion.calibration_text import read_calibration_text
 from batchinfer.conversion.memory import forecast
 from batchinfer.conversion.options import QuantizeOptions, stated_options
@@ -177,6 +178,15 @@ def test_awq_scales_values_and_their_output_where_each_head_has_its_own(own_head
     assert whole < 0.03
     after |= {name: tensor for name, tensor in before.items() if "v_proj" in name}
     assert deviation(own_heads, copy_with_weights(own_heads, after, tmp_path / "half")) > 3 * whole
+
+
+def test_norms_keep_elements_that_their_precision_would_not_hold_divided():
+    """65504 is float16's largest number, and 2^-24 its least: 30 / 0.0001 and 2^-24 / 64 lie outside."""
+    weight = torch.tensor([3.0, 30.0, 2.0**-24, 0.0, -2.0], dtype=torch.float16)
+    found, by = divided(weight, torch.tensor([1.5, 1e-4, 64.0, 2.0, 3.0]))
+    assert found.tolist() == [2.0, 30.0, 2.0**-24, 0.0, torch.tensor(-2 / 3).half().item()]
+    assert by[:4].tolist() == [1.5, 1.0, 1.0, 1.0]
+    assert by[4].item() == pytest.approx(-2.0 / found[4].item())
 
 
 def dequantized(path, model):

@@ -13,6 +13,7 @@ from small_tokenizers import ids_of
 from tiny_jobs import save_tiny_model, write_jsonl, write_parquet
 
 from batchinfer.cli import main as command_line
+from batchinfer.evaluation import evaluate
 
 LENGTHS = (15, 16, 17, 40, 512, 513, 700, 1025)
 FIGURES = {"kl_divergence", "kl_divergence_p99", "kl_divergence_max", "top1_agreement", "against_perplexity"}
@@ -130,6 +131,15 @@ def test_other_formats_and_a_limit(models, tmp_path):
     assert limited["tokens"] == 16 + 39
     whole = figures(tmp_path, "--model", models[0], "--text", plain, "--text", plain, "--window", 20)
     assert (whole["texts"], whole["windows"], whole["tokens"]) == (2, 4, 2 * 39)
+
+
+def test_a_limit_ends_the_reading(models, tmp_path, monkeypatch):
+    def endless(option, path, column):
+        while True:
+            yield TEXTS[3]
+
+    monkeypatch.setattr(evaluate, "iter_texts", endless)
+    assert figures(tmp_path, "--model", models[0], "--text", "any.txt", "--limit", 3)["texts"] == 3
 
 
 @pytest.mark.parametrize(
