@@ -59,14 +59,16 @@ def _bias(q: torch.Tensor, variant: Variant, num_positions: int) -> torch.Tensor
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = variant.k_offset.shape[1]
     group = num_q_heads // num_kv_heads
+    dim_block = triton.next_power_of_2(head_dim)
+    lanes = triton_targets.current().warp_size
     out = torch.empty(num_tokens, num_q_heads, num_segments, device=q.device)
     _score_bias[(num_tokens, num_kv_heads)](
         *(q, variant.k_offset, out, num_segments, *q.stride()[:2], float(variant.scale) * LOG2_E.value),
         KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        GROUP_BLOCK=triton.next_power_of_2(group),
-        DIM_BLOCK=triton.next_power_of_2(head_dim),
+        GROUP_BLOCK=max(triton.next_power_of_2(group), 8 * lanes // dim_block),  # each lane loads 8 numbers at once
+        DIM_BLOCK=dim_block,
         num_warps=1,
         **triton_targets.FUSED,
     )
