@@ -164,25 +164,32 @@ def test_gptq_rules_for_single_layers():
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 
 
-def test_auto_round_in_the_layout_of_gptq():
-    """Its list names layers in full: down_proj's bits are those of no other layer."""
-    values, scales, zeros = random_layer(32, 96, 8, 96)
-    config = AUTO_ROUND | {
-        "packing_format": "auto_round:auto_gptq",
-        "extra_config": {
-            MODULE: {"bits": 8, "group_size": -1},
-            "lm_head": {"bits": 16, "data_type": "float"},
-            "model.layers.0.self_attn.v_proj": {"bits": 4, "group_size": 32},
-        },
+@pytest.mark.parametrize(
+    ("packing", "v1"),
+    [
+        ({}, True),
+        ({"packing_format": "auto_round:auto_gptq"}, True),
+        ({"backend": "auto_round:gptq:exllamav2"}, True),
+        ({"packing_format": "auto_round:gptqmodel"}, False),
+        ({"packing_format": "auto_round"}, False),
+    ],
+)
+def test_auto_round_in_the_layouts_of_gptq(packing, v1):
+    """Full names go before patterns: one of the layers that a pattern sets to 2 bits has 8."""
+    config = AUTO_ROUND | packing
+    config["extra_config"] = {
+        ".*layers\\.1?3\\.mlp.*": {"bits": 2},
+        MODULE: {"bits": 8, "group_size": -1},
+        "lm_head": {"bits": 16, "data_type": "float"},
     }
-    weight = read(config, gptq(values, scales, zeros, 8, [0] * 96, v1=True), 32, 96)
-    assert torch.equal(weight.dequantize(), dequantize(values, scales, zeros, [0] * 96))
-    values, scales, zeros = random_layer(32, 96, 4, 32)
-    order = groups_in_order(96, 32)
-    tensors = gptq(values, scales, zeros, 4, order, v1=True)
-    del tensors["g_idx"]
-    weight = read(config, tensors, 32, 96, MODULE.replace("layers.3", "layers.13"))
-    assert torch.equal(weight.dequantize(), dequantize(values, scales, zeros, order))
+    names = (MODULE, MODULE.replace("layers.3", "layers.13"), MODULE.replace("layers.3", "layers.23"))
+    for module, bits, group in zip(names, (8, 2, 4), (96, 32, 32), strict=True):
+        values, scales, zeros = random_layer(32, 96, bits, group)
+        order = groups_in_order(96, group)
+        tensors = gptq(values, scales, zeros, bits, order, v1=v1)
+        del tensors["g_idx"]
+        weight = read(config, tensors, 32, 96, module)
+        assert torch.equal(weight.dequantize(), dequantize(values, scales, zeros, order))
 
 
 def test_auto_round_in_the_layout_of_awq():
@@ -448,8 +455,9 @@ def test_nan_among_the_weights_is_named():
         (AUTO_ROUND | {"extra_config": {"a": 3}}, r"extra_config\.a = 3 must be an object"),
         (
             AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": {"bits": 8}}},
-            "AWQ layers are all alike",
+            "layers of AWQ are all alike",
         ),
+        (AUTO_ROUND | {"act_bits": 8}, "act_bits = 8 changes what the weights mean"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' is not read"),
         ({"quant_method": "gguf", "types": {"a": "Q2_K"}}, "types.a = 'Q2_K' is not read"),
     ],
