@@ -139,6 +139,9 @@ class ModelConfig:
         metavar="A,B",
         affects_answers=True,
     )
+    enforce_eager: bool = option(
+        False, "On a GPU, launch the kernels of decode steps one by one, not as captured CUDA graphs.", kind="flag"
+    )
     threads: int | None = option(None, "CPU threads. Default: the processors this process may use.", metavar="N")
 
     def __post_init__(self) -> None:

@@ -1,12 +1,12 @@
 """Sparse changes to logits that sequences ask for: logit bias, penalties, tokens barred until min_tokens. Kept by slot
 for the sampler; a sequence without any leaves no trace here."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from batchinfer.kernels import sampling
@@ -72,11 +72,11 @@ class _Barred:
 
 
 class Adjustments:
-    """eos_token_ids: barred, with a row's own stop ids, before min_tokens."""
+    """eos_token_ids: barred, with a row's own stop ids, before min_tokens. upload: makes tensors of the device."""
 
-    def __init__(self, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], upload: Callable[[npt.NDArray[Any]], Tensor]) -> None:
         self._eos_token_ids = eos_token_ids
-        self._device = device
+        self._upload = upload
         self._bias: dict[int, _Bias] = {}
         self._penalties: dict[int, _Penalties] = {}
         self._barred: dict[int, _Barred] = {}
@@ -103,6 +103,10 @@ class Adjustments:
         for of_slot in (self._bias, self._penalties, self._barred):
             of_slot.pop(slot, None)
 
+    def counts_tokens(self, slot: int) -> bool:
+        """Whether what its sequence wants depends on the tokens sampled so far."""
+        return slot in self._penalties
+
     def count(self, slot: int, token_id: int) -> None:
         """A token was sampled in the slot."""
         if slot in self._penalties:
@@ -124,7 +128,7 @@ class Adjustments:
 
     def _bias_of(self, bias: Mapping[int, _Bias], n: int) -> sampling.Bias:
         tokens = self._row_tokens({row: b.token_ids for row, b in bias.items()}, n)
-        return sampling.Bias(tokens, self._tensor(np.concatenate([b.bias for b in bias.values()])))
+        return sampling.Bias(tokens, self._upload(np.concatenate([b.bias for b in bias.values()])))
 
     def _penalties_of(self, penalties: Mapping[int, _Penalties], n: int) -> sampling.Penalties:
         tokens = self._row_tokens({row: p.counts.token_ids for row, p in penalties.items()}, n)
@@ -132,7 +136,7 @@ class Adjustments:
         factors = np.zeros((3, n), np.float32)
         with np.errstate(over="ignore"):
             factors[:, list(penalties)] = np.array([p.factors for p in penalties.values()], np.float64).T
-        return sampling.Penalties(tokens, self._tensor(counts), *self._tensor(factors))
+        return sampling.Penalties(tokens, self._upload(counts), *self._upload(factors))
 
     def _barred_rows(self, slots: Sequence[int], positions: Sequence[int]) -> Iterator[tuple[int, Ids]]:
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
@@ -145,10 +149,7 @@ class Adjustments:
         lengths = np.zeros(n, np.int64)
         lengths[list(ids_by_row)] = [len(ids) for ids in ids_by_row.values()]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        return RowTokens(self._tensor(offsets), self._tensor(np.concatenate(list(ids_by_row.values()))))
-
-    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return RowTokens(self._upload(offsets), self._upload(np.concatenate(list(ids_by_row.values()))))
 
 
 def _has_penalties(params: SamplingParams) -> bool:

@@ -4,6 +4,7 @@ runner runs it, stop rules end it. Built by executors/, driven by the pipeline."
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,29 @@ import numpy.typing as npt
 from batchinfer.cache.block_pool import BlockPool, key_domain
 from batchinfer.config import SchedulerConfig
 from batchinfer.engine.completion import Completion, error_result
-from batchinfer.engine.model_runner import Model, ModelRunner, StepHandle, StepOutput
+from batchinfer.engine.cuda_graphs import GraphPlan
+from batchinfer.engine.device_queue import DeviceQueue, ImmediateQueue
+from batchinfer.engine.model import Model
+from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.stats import EngineStats, request_times, token_gaps_ms
+from batchinfer.engine.step_in_flight import StepHandle, StepOutput
 from batchinfer.engine.stopping import Stop, TextDecoder
 from batchinfer.errors import BatchInferError, ErrorCode, RowError
 from batchinfer.request import Request, RequestId, Result
-from batchinfer.scheduler_output import SchedulerOutput
+from batchinfer.scheduler_output import SchedulerOutput, StepResult
 from batchinfer.scheduling.scheduler import Scheduler
 from batchinfer.sequence import Sequence
 
 _SCORED = Stop("length", None, 0)  # max_tokens 0: the prompt was scored, nothing was to be generated
 _NOT_FINITE = "the model's numbers became NaN or infinite; the row's KV was dropped"
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """A step between its scheduling and its commit."""
+
+    output: SchedulerOutput
+    handle: StepHandle | None = None  # once the runner has it
 
 
 class Engine:
@@ -31,7 +44,8 @@ class Engine:
     eos_token_ids: any of them ends a sequence. max_model_len: prompt and completion of a request fit in it.
     rope_length_threshold: the KV of longer prompts depends on their length, so only equally long ones share it.
     sliding_windows: of each layer, how many tokens it attends to at most, None for all; for the statistics.
-    max_steps_in_flight: steps submitted before the first is awaited.
+    max_steps_in_flight: steps submitted before the first is awaited. queue: how the device gets its work, by default as
+    a CPU does. graphs: what decode steps are captured with; None: they are launched kernel by kernel.
     Raises ValueError where the block pool cannot hold one sequence of max_model_len.
     """
 
@@ -48,6 +62,8 @@ class Engine:
         rope_length_threshold: int | None = None,
         sliding_windows: Iterable[int | None] = (None,),
         clock: Callable[[], float] = time.monotonic,
+        queue: DeviceQueue | None = None,
+        graphs: GraphPlan | None = None,
     ) -> None:
         capacity = block_pool.num_blocks * block_pool.block_size
         if max_model_len > capacity:
@@ -63,11 +79,13 @@ class Engine:
         self._rope_length_threshold = rope_length_threshold
         self._clock = clock
         self._scheduler = Scheduler(scheduler_config, block_pool, max_steps_in_flight, clock, max_model_len)
+        sizes = (scheduler_config.max_num_seqs, max_model_len, block_pool.block_size)
         self._runner = ModelRunner(
-            model, cache, scheduler_config.max_num_seqs, max_model_len, block_pool.block_size, eos_token_ids
+            model, cache, *sizes, eos_token_ids, queue or ImmediateQueue(), max_steps_in_flight, graphs
         )
+        self._max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self._completions: dict[RequestId, Completion] = {}
-        self._steps: deque[tuple[SchedulerOutput, StepHandle]] = deque()  # in flight, oldest first
+        self._steps: deque[_Submitted] = deque()  # in flight, oldest first
         self._results: list[Result] = []  # not yet handed out by step()
 
     @property
@@ -81,6 +99,10 @@ class Engine:
     @property
     def num_running(self) -> int:
         return self._scheduler.num_running
+
+    def warm_up(self) -> None:
+        """To be called before the first step where the device's kernels are compiled on their first use."""
+        self._runner.warm_up(self._max_num_batched_tokens)
 
     def expected_output_tokens(self, requests: list[Request]) -> npt.NDArray[np.float64]:
         """How long the answers to requests that have not begun are likely to be [num_requests]."""
@@ -121,16 +143,22 @@ class Engine:
                 del self._completions[request_id]
 
     def abandon(self) -> None:
-        """Forgets every request and what they have computed; they get no Result."""
-        while self._steps:
-            self._commit()
+        """Forgets every request and what they have computed; they get no Result. Also after `step` was interrupted."""
         for completion in self._completions.values():
             self._scheduler.abort(completion.sequence)
         self._completions.clear()
         self._results.clear()
+        self._runner.forget()
+        while self._steps:
+            output, size = self._steps[0].output, len(self._steps[0].output.slots)
+            # As if its numbers had broken: what the step was to write must not be found in the prefix cache.
+            nothing = StepResult(output.step_id, np.zeros(size, np.int32), np.zeros(size, np.bool_))
+            self._scheduler.commit(output, nothing)
+            self._steps.popleft()
 
     def step(self) -> list[Result]:
-        """Runs one step and returns the requests that it finished, in no particular order.
+        """Submits a step, takes in the oldest one in flight where no more may be, and returns the requests that this
+        finished, in no particular order.
 
         Raises BatchInferError where the device fails; what had finished before is safe with the caller.
         """
@@ -150,7 +178,8 @@ class Engine:
 
     def _submit(self, output: SchedulerOutput | None) -> None:
         if output is not None:
-            self._steps.append((output, self._runner.submit(output)))
+            self._steps.append(_Submitted(output))
+            self._steps[-1].handle = self._runner.submit(output)
             started = [self._completions[start.request.id].sequence for start in output.started]
             restarts = [sequence.num_preemptions > 0 for sequence in started]
             for sequence, start in zip(started, output.started, strict=True):
@@ -161,7 +190,8 @@ class Engine:
         """Takes in the oldest step in flight."""
         if not self._steps:
             return
-        output, handle = self._steps.popleft()
+        output, handle = self._steps[0].output, self._steps[0].handle
+        assert handle is not None, "a step that could not be submitted leaves the engine to be abandoned"
         step = handle.result()
         self.stats.forward_s += step.forward_s
         self.stats.sample_s += step.sample_s
@@ -170,6 +200,7 @@ class Engine:
 
     def _postprocess(self, output: SchedulerOutput, step: StepOutput) -> None:
         outcome = self._scheduler.commit(output, step.result)
+        self._steps.popleft()
         now = self._clock()
         for sequence in outcome.faulty:
             del self._completions[sequence.request.id]

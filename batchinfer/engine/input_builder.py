@@ -1,5 +1,6 @@
 """The tensors of one step, made from the persistent batch's arrays. Called by the model runner; read by the model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from batchinfer.engine.device_queue import Array
 from batchinfer.engine.persistent_batch import StepInputs
 
 
@@ -26,19 +28,22 @@ class ForwardBatch:
     prompt_lens: Tensor  # int32 [num_seqs], tokens of the whole prompt
 
 
-def build_forward_batch(inputs: StepInputs, prompt_lens: npt.NDArray[np.int32], device: torch.device) -> ForwardBatch:
-    """On a GPU the copies go through pinned memory and do not wait."""
-
-    def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-        host = torch.from_numpy(array)
-        return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
+def build_forward_batch(
+    inputs: StepInputs, prompt_lens: npt.NDArray[np.int32], upload: Callable[[Array], Tensor]
+) -> ForwardBatch:
+    """token_ids as the inputs have them: of tokens that are not known yet, -1."""
     return ForwardBatch(
-        token_ids=tensor(inputs.token_ids),
-        positions=tensor(inputs.positions),
-        slot_mapping=tensor(inputs.slot_mapping),
-        block_table=tensor(inputs.block_table),
-        cu_seqlens_q=tensor(inputs.cu_seqlens_q),
-        seq_lens=tensor(inputs.seq_lens),
-        prompt_lens=tensor(prompt_lens),
+        token_ids=upload(inputs.token_ids),
+        positions=upload(inputs.positions),
+        slot_mapping=upload(inputs.slot_mapping),
+        block_table=upload(inputs.block_table),
+        cu_seqlens_q=upload(inputs.cu_seqlens_q),
+        seq_lens=upload(inputs.seq_lens),
+        prompt_lens=upload(prompt_lens),
     )
+
+
+def fill_in_tokens(token_ids: Tensor, slots: Tensor, last_tokens: Tensor) -> Tensor:
+    """int64 [num_tokens]: token_ids, and in place of each -1 the token last sampled in its slot. slots: int64
+    [num_tokens]; last_tokens: int64 [num_slots]."""
+    return torch.where(token_ids < 0, last_tokens[slots], token_ids)

@@ -1,85 +1,46 @@
-"""Runs one scheduled step: inputs, forward pass, logits of the rows that sample, tokens. Called by the engine; it alone
+"""Runs scheduled steps: inputs, forward pass, logits of the rows that sample, tokens. Called by the engine; it alone
 touches the model and the device.
+
+A step is launched without waiting for those before it, and takes tokens that they are still sampling from the device.
+Its own sampling is launched with it, unless a row's penalties count a token that the host does not know yet: then it
+follows as soon as that token is there, and at the latest before the next forward pass.
 
 Memory beside the model's activations: at most max(1, 2**25 // vocab_size) rows of logits at once (128 MiB of float32),
 and what sampling and prompt scores say of themselves."""
 
 import math
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from batchinfer.engine.input_builder import ForwardBatch, build_forward_batch
-from batchinfer.engine.persistent_batch import PersistentBatch, StepInputs
+from batchinfer.engine.cuda_graphs import DecodeGraphs, GraphPlan
+from batchinfer.engine.device_errors import ForwardOutOfMemory, device_errors, forward_errors
+from batchinfer.engine.device_queue import DeviceQueue
+from batchinfer.engine.input_builder import build_forward_batch, fill_in_tokens
+from batchinfer.engine.model import Model
+from batchinfer.engine.persistent_batch import PersistentBatch
 from batchinfer.engine.prompt_scores import score_tokens
-from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sampler import Sampler, SamplingPlan
 from batchinfer.engine.step_halves import halves
-from batchinfer.errors import BatchInferError
-from batchinfer.request import Request, RequestId, TokenLogprob
-from batchinfer.scheduler_output import SchedulerOutput, StepResult
+from batchinfer.engine.step_in_flight import InFlightStep, PlannedRows, StepHandle, StepOutput, StepPart
+from batchinfer.engine.warm_up import warm_up
+from batchinfer.request import Request
+from batchinfer.scheduler_output import SchedulerOutput
 
 _LOGITS_ELEMENTS = 2**25
-PromptChunk = tuple[RequestId, int, npt.NDArray[np.float32]]  # (id, start, scores of prompt token start + 1 onwards)
-
-
-class Model(Protocol):
-    """What the engine runs: models.decoder.Decoder, or a stand-in without weights. `cache` is handed through to it."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, batch: ForwardBatch, cache: Any, prompt_lens: Tensor) -> Tensor:
-        """Hidden states after the last norm [num_tokens, hidden_size]; the batch's keys and values go to the cache.
-        prompt_lens: the batch's, for rotary embeddings whose frequencies depend on the prompt's length."""
-        ...
-
-    def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size], of a float dtype. scratch: an earlier result, whose memory may be used
-        again."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """A finished step: the scheduler's part, and what requests asked for beside tokens."""
-
-    result: StepResult
-    logprobs: Mapping[RequestId, TokenLogprob]
-    prompt_scores: list[PromptChunk]
-    forward_s: float
-    sample_s: float
-
-
-class StepHandle(Protocol):
-    """A submitted step."""
-
-    def result(self) -> StepOutput:
-        """Waits for the step's end."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """Handle of a step that ran within submit."""
-
-    output: StepOutput
-
-    def result(self) -> StepOutput:
-        return self.output
+Scoring = tuple[Tensor, slice]  # int64 targets, and the rows of the hidden states before them
 
 
 class ModelRunner:
-    """Applies scheduler outputs, in their order, to the persistent batch and runs them."""
+    """Applies scheduler outputs, in their order, to the persistent batch and launches them on the queue.
+
+    graphs: what decode steps are captured with, here and now; None: they are launched kernel by kernel.
+    """
 
     def __init__(
         self,
@@ -89,22 +50,67 @@ class ModelRunner:
         max_model_len: int,
         block_size: int,
         eos_token_ids: frozenset[int],
+        queue: DeviceQueue,
+        max_steps_in_flight: int,
+        graphs: GraphPlan | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
+        self._queue = queue
+        self._overlaps = max_steps_in_flight > 1  # a step may take tokens that an earlier one samples
         self._batch = PersistentBatch(max_num_seqs, max_model_len, block_size)
-        self._sampler = Sampler(max_num_seqs, eos_token_ids, model.device)
+        self._sampler = Sampler(max_num_seqs, eos_token_ids, queue)
         self._requests: list[Request | None] = [None] * max_num_seqs  # by slot, of the latest sequence there
         self._scores_prompt = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # by slot
-        self._logits: Tensor | None = None  # the largest of earlier steps, to be used again
+        self._steps: deque[InFlightStep] = deque()  # in flight, oldest first
+        self._most_logits = max(1, _LOGITS_ELEMENTS // model.vocab_size)  # rows made at once
         self._most_tokens: float = math.inf  # of one forward pass; halved where the device has no memory for it
+        # Read and written by launched work only:
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)  # by slot
+        self._logits: Tensor | None = None  # the largest of earlier steps, to be used again
+        with device_errors(None), torch.inference_mode():
+            self._graphs = DecodeGraphs(graphs, model, cache, self._last_tokens) if graphs else None
+
+    def warm_up(self, max_num_batched_tokens: int) -> None:
+        """Compiles and loads what steps of up to that many tokens launch beside graphs. Raises as submit does."""
+        with device_errors(None):
+            warm_up(self._model, self._cache, max_num_batched_tokens, len(self._requests), self._most_logits)
 
     def submit(self, output: SchedulerOutput) -> StepHandle:
         """Raises BatchInferError where the device fails or has no memory left."""
-        with _device_errors(output), torch.inference_mode():
+        with device_errors(output), torch.inference_mode():
+            while any(step.waits for step in self._steps):
+                self._take_in()
             self._change_slots(output)
-            return FinishedStep(self._run(output))
+            step = InFlightStep(output, self._launch(output))
+            self._steps.append(step)
+            self._batch.expect(output.slots[output.samples])
+            return _Handle(self, step)
+
+    def outcome(self, step: InFlightStep) -> StepOutput:
+        """Waits for the end of a submitted step. Raises as submit does."""
+        with device_errors(step.output), torch.inference_mode():
+            while step.outcome is None:
+                self._take_in()
+        return step.outcome
+
+    def forget(self) -> None:
+        """Drops all steps in flight. What they still do is done before anything that is submitted later."""
+        self._steps.clear()
+
+    def _take_in(self) -> None:
+        """Waits for the oldest step, and launches what waits only for its tokens."""
+        step = self._steps[0]
+        step.outcome = step.finish()
+        self._steps.popleft()
+        token_ids = step.outcome.result.token_ids
+        self._batch.append_sampled(step.output.slots, token_ids)
+        samples = step.output.samples
+        self._sampler.count(step.output.slots[samples], token_ids[samples])
+        if self._steps:
+            for part in self._steps[0].parts:
+                self._launch_sampling(part)
 
     def _change_slots(self, output: SchedulerOutput) -> None:
         self._batch.apply(output)
@@ -116,50 +122,96 @@ class ModelRunner:
             self._scores_prompt[started.slot] = started.request.params.prompt_logprobs
             self._prompt_lens[started.slot] = started.request.num_prompt_tokens
 
-    def _run(self, output: SchedulerOutput) -> StepOutput:
-        """Runs the step whole, or in halves where the device has no memory for the whole."""
+    def _launch(self, output: SchedulerOutput) -> list[StepPart]:
+        """Launches the step whole, or in halves where the device has no memory for the whole."""
         if output.num_tokens <= self._most_tokens:
             try:
-                return self._run_whole(output)
-            except _ForwardOutOfMemory as error:
+                return [self._launch_whole(output)]
+            except ForwardOutOfMemory:
                 if output.num_tokens < 2:
-                    raise error.cause from None
+                    raise
                 self._most_tokens = output.num_tokens // 2
-        return _join(output, [self._run(half) for half in halves(output)])
+        return [part for half in halves(output) for part in self._launch(half)]
 
-    def _run_whole(self, output: SchedulerOutput) -> StepOutput:
-        watch = _Stopwatch()
-        inputs = self._batch.build(output)
-        batch = build_forward_batch(inputs, self._prompt_lens[output.slots], self._model.device)
-        hidden = self._forward(batch)
-        is_finite = _finite_sequences(hidden, inputs.cu_seqlens_q)
-        token_ids = np.full(len(output.slots), -1, np.int32)
-        logprobs: dict[RequestId, TokenLogprob] = {}
-        forward_s, sample_s = watch.lap(), 0.0
-        sampling = np.flatnonzero(output.samples)
-        for part in _parts(len(sampling), max(1, _LOGITS_ELEMENTS // self._model.vocab_size)):
-            entries = sampling[part]
-            logits = self._compute_logits(hidden[torch.from_numpy(inputs.logits_indices[part])])
-            forward_s += watch.lap()
-            slots = output.slots[entries]
-            sampled = self._sampler.sample(logits, slots, inputs.seq_lens[entries].astype(np.int64))
-            token_ids[entries] = sampled.token_ids
-            is_finite[entries] &= sampled.is_finite
-            logprobs.update((self._request(slots[row]).id, entry) for row, entry in sampled.logprobs.items())
-            sample_s += watch.lap()
-        scores = list(self._score_prompts(output, inputs, hidden))
-        self._batch.append_sampled(output.slots, token_ids)
-        result = StepResult(output.step_id, token_ids, is_finite)
-        return StepOutput(result, logprobs, scores, forward_s, sample_s + watch.lap())
+    def _launch_whole(self, output: SchedulerOutput) -> StepPart:
+        began = self._queue.stamp()
+        part = StepPart(output, self._batch.build(output))
+        forward, scoring = self._forward(part), list(self._scoring(part))
+        indices = self._queue.upload(part.inputs.logits_indices)
+        sampling = output.slots[output.samples]
+        is_late = bool((self._sampler.counts_tokens(sampling) & (self._batch.in_flight(sampling) > 0)).any())
 
-    def _forward(self, batch: ForwardBatch) -> Tensor:
-        """Repeatable, other than what follows it: it only writes KV."""
-        try:
-            return self._model.forward(batch, self._cache, batch.prompt_lens)
-        except (MemoryError, RuntimeError) as error:
-            if _is_out_of_memory(error):
-                raise _ForwardOutOfMemory(error.with_traceback(None)) from None  # its frames hold the activations
-            raise
+        def run() -> list[Tensor]:
+            with forward_errors():
+                hidden = forward()
+            is_finite = hidden.abs().amax(dim=-1).isfinite()  # a NaN is the maximum of its row
+            is_whole = len(indices) == len(hidden) and not is_late  # another pass may use a graph's output again
+            part.last_hidden = hidden if is_whole else hidden[indices]
+            ended = part.forward_laps.add(began, self._queue.stamp())
+            scores = [self._score(hidden[rows], targets) for targets, rows in scoring]
+            if scores:
+                part.sample_laps.add(ended, self._queue.stamp())
+            return [is_finite, *scores]
+
+        part.forward = self._queue.launch(run)
+        if not is_late:
+            self._launch_sampling(part)
+        return part
+
+    def _forward(self, part: StepPart) -> Callable[[], Tensor]:
+        """Work that computes the part's hidden states [num_tokens, hidden_size]."""
+        inputs, prompt_lens, upload = part.inputs, self._prompt_lens[part.output.slots], self._queue.upload
+        captured = self._graphs.prepare(inputs, prompt_lens, upload) if self._graphs else None
+        if captured is not None:
+            return captured
+        batch = build_forward_batch(inputs, prompt_lens, upload)
+        slots = None if inputs.late_slots is None else upload(inputs.late_slots)
+
+        def run() -> Tensor:
+            known = batch
+            if slots is not None:
+                known = replace(batch, token_ids=fill_in_tokens(batch.token_ids, slots, self._last_tokens))
+            return self._model.forward(known, self._cache, known.prompt_lens)
+
+        return run
+
+    def _launch_sampling(self, part: StepPart) -> None:
+        """Does nothing where that is done already. All earlier tokens of rows with penalties are to be known."""
+        if not part.waits:
+            return
+        part.planned = list(self._plan(part))
+        slots = self._queue.upload(part.output.slots[part.output.samples].astype(np.int64)) if self._overlaps else None
+
+        def run() -> list[Tensor]:
+            hidden, part.last_hidden = part.last_hidden, None
+            assert hidden is not None
+            found, start = list[Tensor](), 0
+            for planned in part.planned:
+                rows = slice(start, start := start + len(planned.entries))
+                chosen = self._choose(part, planned.plan, hidden[rows])
+                if slots is not None:  # a row that is not finite may have any number for a token
+                    self._last_tokens[slots[rows]] = chosen[0].clamp(0, self._model.vocab_size - 1)
+                found += chosen
+            return found
+
+        part.sampled = self._queue.launch(run)
+
+    def _plan(self, part: StepPart) -> Iterator[PlannedRows]:
+        """The part's rows that sample, as many at once as their logits may take memory."""
+        sampling = np.flatnonzero(part.output.samples)
+        for start in range(0, len(sampling), self._most_logits):
+            entries = sampling[start : start + self._most_logits]
+            slots, positions = part.output.slots[entries], part.inputs.seq_lens[entries].astype(np.int64)
+            plan = self._sampler.plan(slots, positions, self._model.vocab_size)
+            yield PlannedRows(plan, entries, {row: self._request(slots[row]).id for row in plan.rows_with_logprobs})
+
+    def _choose(self, part: StepPart, plan: SamplingPlan, hidden: Tensor) -> list[Tensor]:
+        start = self._queue.stamp()
+        logits = self._compute_logits(hidden)
+        start = part.forward_laps.add(start, self._queue.stamp())
+        chosen = plan.choose(logits)
+        part.sample_laps.add(start, self._queue.stamp())
+        return chosen
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
         """Valid until the next call. float32 ones of a CPU keep their memory: fresh pages would cost the processor a
@@ -175,76 +227,26 @@ class ModelRunner:
         assert request is not None
         return request
 
-    def _score_prompts(self, output: SchedulerOutput, inputs: StepInputs, hidden: Tensor) -> Iterator[PromptChunk]:
-        """Scores of the prompt tokens whose predecessors the step computes, for requests that ask for them."""
+    def _scoring(self, part: StepPart) -> Iterator[Scoring]:
+        """The prompt tokens whose predecessors the part computes, for requests that ask for their scores."""
+        output, inputs = part.output, part.inputs
         for entry in np.flatnonzero(self._scores_prompt[output.slots]).tolist():
             request = self._request(output.slots[entry])
             start, first_row = int(output.num_computed_tokens[entry]), int(inputs.cu_seqlens_q[entry])
             count = min(int(output.num_scheduled_tokens[entry]), request.num_prompt_tokens - 1 - start)
             if count > 0:
+                part.scored.append((request.id, start, entry))
                 targets = request.prompt_token_ids[start + 1 : start + 1 + count].astype(np.int64)
-                rows = hidden[first_row : first_row + count]
-                token_ids = torch.from_numpy(targets).to(self._model.device)
-                values = score_tokens(self._model.compute_logits, rows, token_ids, self._model.vocab_size)
-                yield request.id, start, values.cpu().numpy()
+                yield self._queue.upload(targets), slice(first_row, first_row + count)
+
+    def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return score_tokens(self._model.compute_logits, hidden, targets, self._model.vocab_size)
 
 
-class _ForwardOutOfMemory(Exception):
-    def __init__(self, cause: Exception) -> None:
-        self.cause = cause
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    runner: ModelRunner
+    step: InFlightStep
 
-
-def _join(output: SchedulerOutput, parts: list[StepOutput]) -> StepOutput:
-    """The outcome of a step that ran in parts, which are sequences, or tokens where it has one sequence."""
-    token_ids = np.concatenate([part.result.token_ids for part in parts])
-    is_finite = np.concatenate([part.result.is_finite for part in parts])
-    if len(output.slots) == 1:
-        token_ids, is_finite = token_ids[-1:], np.array([is_finite.all()])
-    return StepOutput(
-        StepResult(output.step_id, token_ids, is_finite),
-        {request_id: entry for part in parts for request_id, entry in part.logprobs.items()},
-        [scores for part in parts for scores in part.prompt_scores],
-        sum(part.forward_s for part in parts),
-        sum(part.sample_s for part in parts),
-    )
-
-
-class _Stopwatch:
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last
-
-
-def _parts(size: int, part_size: int) -> Iterator[slice]:
-    return (slice(start, start + part_size) for start in range(0, size, part_size))
-
-
-@contextmanager
-def _device_errors(output: SchedulerOutput) -> Iterator[None]:
-    """Makes faults of the device and lack of memory errors that end the job with one line; others are bugs and stay."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        step = f"a step of {output.num_tokens} tokens in {len(output.slots)} sequences"
-        if _is_out_of_memory(error):
-            raise BatchInferError(
-                f"out of memory in {step} ({text}): lower --max-num-batched-tokens, --max-num-seqs or --kv-cache-memory"
-            ) from error
-        if isinstance(error, torch.AcceleratorError):
-            raise BatchInferError(f"the device failed in {step}: {text}") from error
-        raise
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-def _finite_sequences(hidden: Tensor, cu_seqlens_q: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Whether all hidden states of each sequence's tokens are finite, bool [num_seqs]."""
-    is_finite = hidden.abs().amax(dim=-1).isfinite().cpu().numpy()  # a NaN is the maximum of its row
-    return np.logical_and.reduceat(is_finite, cu_seqlens_q[:-1])
+    def result(self) -> StepOutput:
+        return self.runner.outcome(self.step)

@@ -31,7 +31,8 @@ def score_tokens(
 
 
 class PromptScores:
-    """Gathers the scores of one prompt. Chunks come in order; what is computed again after a preemption is ignored."""
+    """Gathers the scores of one prompt. Chunks come in order; what is computed again after a preemption is ignored, and
+    so is what follows a gap: the sequence was started over when its numbers broke, and that chunk was under way."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._per_token = np.empty(num_prompt_tokens - 1, np.float32)  # the first token has no score
@@ -40,7 +41,7 @@ class PromptScores:
     def add(self, start: int, values: npt.NDArray[np.float32]) -> None:
         """values[i] is the score of prompt token start + 1 + i."""
         end = start + len(values)
-        if end > self._num_scored:
+        if start <= self._num_scored < end:
             self._per_token[self._num_scored : end] = values[self._num_scored - start :]
             self._num_scored = end
 

@@ -45,7 +45,8 @@ class EngineStats:
     sum_kv_blocks: int = 0  # in use, over steps
     kv_blocks_peak: int = 0
     schedule_s: float = 0.0
-    forward_s: float = 0.0  # inputs, forward pass, logits
+    # The next two are of the device: where it runs beside the host, they overlap the others.
+    forward_s: float = 0.0  # inputs, forward pass, logits; on a GPU from when it was free for the step
     sample_s: float = 0.0  # tokens, log-probabilities, prompt scores
     postprocess_s: float = 0.0  # commit, stop rules, text, results
     tbt_ms: Distribution = field(default_factory=Distribution)  # each gap between two tokens of a finished sequence
@@ -60,8 +61,8 @@ class EngineStats:
         return self.sum_kv_blocks / max(1, self.steps)
 
     def add_step(self, output: SchedulerOutput, restarts: Series[bool], num_waiting: int, kv_blocks: int) -> None:
-        """Called once the step has been submitted. restarts: of each started sequence, whether it had been put back.
-        kv_blocks: in use."""
+        """Called once the step has been submitted, which the timeline takes for its end. restarts: of each started
+        sequence, whether it had been put back. kv_blocks: in use."""
         assert self.start_time is not None, "a step is timed from its scheduling on"
         scheduled = output.num_scheduled_tokens.astype(np.int64)
         context_tokens, pairs = attention_work(output.num_computed_tokens, scheduled, self.layers_by_window)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.input_builder import build_forward_batch
-from batchinfer.engine.model_runner import Model
+from batchinfer.engine.model import Model
 from batchinfer.engine.persistent_batch import StepInputs
 
 TokenIds = npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ def run_whole(model: Model, cache: Any, sequences: Sequence[TokenIds], block_siz
     Keys and values are read back from it, as in a job.
     """
     inputs = _inputs(sequences, block_size)
-    batch = build_forward_batch(inputs, inputs.seq_lens, model.device)
+    batch = build_forward_batch(inputs, inputs.seq_lens, lambda array: torch.from_numpy(array).to(model.device))
     return model.forward(batch, cache, batch.prompt_lens)
 
 

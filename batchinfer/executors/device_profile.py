@@ -93,7 +93,7 @@ def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
     prepare_kernels(config, report)
     files = resolve_model(config.model.model, report, config.model.quantization)
     model = load_model(config, files, report)
-    local = build_engine(config, model, report)
+    local = build_engine(config, model, report, overlaps=False)
     spec = model.decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)
     steps = list(_Steps(local.engine).timed())
     where = f"{machine_name(device)}, {spec.wide_dtype}"

@@ -21,6 +21,7 @@ from batchinfer.models.step_work import StepWork, step_work
 from batchinfer.roofline import machine_name
 
 if TYPE_CHECKING:
+    from batchinfer.cache.paged_kv import PagedKVCache
     from batchinfer.models.decoder import Decoder
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -102,11 +103,15 @@ def cache_spec(config: CacheConfig, model: LoadedModel, wide_layers: Collection[
 
 
 def build_engine(
-    config: JobConfig, model: LoadedModel, report: Callable[[str], None], wide_layers: Collection[int] = ()
+    config: JobConfig,
+    model: LoadedModel,
+    report: Callable[[str], None],
+    wide_layers: Collection[int] = (),
+    overlaps: bool = True,
 ) -> LocalEngine:
-    """Allocates the cache, of which wide_layers are kept in the model's precision. `report` gets the lines that say
-    what was decided. Raises UsageError for sizes that do not fit."""
-    from batchinfer.cache.block_pool import BlockPool
+    """Allocates the cache, of which wide_layers are kept in the model's precision, and makes a GPU ready for the first
+    step. `report` gets the lines that say what was decided. overlaps: a GPU's steps may be submitted before the last
+    one has ended, so that a call of Engine.step does not stand for one. Raises UsageError for sizes that do not fit."""
     from batchinfer.cache.paged_kv import PagedKVCache
     from batchinfer.executors.cache_size import describe, memory_budget, memory_table, size_cache
 
@@ -121,18 +126,29 @@ def build_engine(
         sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks)
         for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):
             report(line)
-    engine = Engine(
-        decoder,
-        cache,
-        BlockPool(size.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching),
-        model.tokenizer,
-        config.scheduler,
-        model.eos_token_ids,
-        size.max_model_len,
-        rope_length_threshold=decoder.spec.rope.length_threshold,
-        sliding_windows=decoder.spec.sliding_windows,
-    )
+    engine = _engine(config, model, cache, size.max_model_len, overlaps)
     return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes, step_work(decoder, spec))
+
+
+def _engine(config: JobConfig, model: LoadedModel, cache: "PagedKVCache", max_model_len: int, overlaps: bool) -> Engine:
+    from batchinfer.cache.block_pool import BlockPool
+
+    decoder, spec, scheduler = model.decoder, cache.spec, config.scheduler
+    arguments: dict[str, Any] = {
+        "rope_length_threshold": decoder.spec.rope.length_threshold,
+        "sliding_windows": decoder.spec.sliding_windows,
+    }
+    pool = BlockPool(cache.num_blocks, spec.block_size, config.cache.enable_prefix_caching)
+    common = (decoder, cache, pool, model.tokenizer, scheduler, model.eos_token_ids, max_model_len)
+    if model.device == "cpu":
+        return Engine(*common, **arguments)
+    from batchinfer.executors.gpu_steps import STEPS_IN_FLIGHT, gpu_steps
+
+    steps = gpu_steps(decoder, spec, scheduler.max_num_seqs, max_model_len, config.model.enforce_eager)
+    in_flight = STEPS_IN_FLIGHT if overlaps else 1
+    engine = Engine(*common, in_flight, **arguments, queue=steps.queue, graphs=steps.graphs)
+    engine.warm_up()
+    return engine
 
 
 def prepare_kernels(config: JobConfig, report: Callable[[str], None]) -> None:

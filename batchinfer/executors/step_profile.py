@@ -15,7 +15,7 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.sampler import Sampler
+from batchinfer.engine.sampler import SamplingPlan
 from batchinfer.errors import UsageError
 from batchinfer.executors.local import build_engine, load_model, prepare_kernels
 from batchinfer.kernels.gated_activation import gated_activation
@@ -34,7 +34,7 @@ _OPERATIONS: Mapping[Any, str] = {
     rms_norm: "norms",
     add_rms_norm: "norms",
     gated_activation: "gated activation",
-    Sampler.sample: "sampling",
+    SamplingPlan.choose: "sampling",
 } | {
     method: "matmul"
     for value in vars(linear).values()
@@ -79,7 +79,7 @@ def profile_steps(config: JobConfig, shape: StepShape, report: Callable[[str], N
     )
     prepare_kernels(config, report)
     model = load_model(config, resolve_model(config.model.model, report, config.model.quantization), report)
-    steps = _Steps(build_engine(config, model, report).engine, shape)
+    steps = _Steps(build_engine(config, model, report, overlaps=False).engine, shape)
     figures = {"prefill": steps.prefill(), "decode": steps.decode()}
     return figures | {"matmul_gflops": _matmul_rate() / 1e9}
 

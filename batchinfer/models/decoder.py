@@ -153,6 +153,8 @@ class Decoder:
         if self.spec.rope.length_threshold is not None:
             of_sequence = batch.seq_lens if prompt_lens is None else prompt_lens
             q_lens = batch.cu_seqlens_q.diff().to(torch.int64)
-            lengths = torch.maximum(of_sequence.to(torch.int64).repeat_interleave(q_lens), batch.positions + 1)
+            num_tokens = len(batch.positions)  # said, so that nobody waits for the device to add it up
+            of_token = of_sequence.to(torch.int64).repeat_interleave(q_lens, output_size=num_tokens)
+            lengths = torch.maximum(of_token, batch.positions + 1)
         rows = torch.arange(len(batch.positions), device=self.device)
         return StepRotation(self.rope.cos_sin(batch.positions, lengths), rows)

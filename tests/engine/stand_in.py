@@ -40,10 +40,15 @@ class StandInModel:
         self.poisoned_token = poisoned_token  # a context that holds it gives NaN from there on
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, prompt_lens: torch.Tensor) -> torch.Tensor:
-        cache[batch.slot_mapping] = batch.token_ids
+        assert int(batch.token_ids.min()) >= 0, "a token that nobody filled in"
+        is_stored = batch.slot_mapping >= 0
+        cache[batch.slot_mapping[is_stored]] = batch.token_ids[is_stored]
         offsets = batch.cu_seqlens_q.tolist()
         rows = []
         for i, seq_len in enumerate(batch.seq_lens.tolist()):
+            if seq_len == 0:  # fills up a captured step
+                rows.append(np.full((offsets[i + 1] - offsets[i], len(PRIMES)), np.nan))
+                continue
             slots = batch.block_table[i].long()[:, None] * self.block_size + torch.arange(self.block_size)
             context = cache[slots.flatten()[:seq_len]].numpy()
             features = context_features(context)

@@ -33,7 +33,9 @@ def start(slot: int, tokens: list[int], blocks: tuple[int, ...], num_computed: i
 
 
 def as_lists(inputs: StepInputs) -> dict[str, list[object]]:
-    return {name: getattr(inputs, name).tolist() for name in StepInputs.__dataclass_fields__}
+    assert inputs.late_slots is None
+    names = [name for name in StepInputs.__dataclass_fields__ if name != "late_slots"]
+    return {name: getattr(inputs, name).tolist() for name in names}
 
 
 def test_a_chunk_beside_a_decode_worked_out_by_hand() -> None:
@@ -97,6 +99,44 @@ def test_a_token_that_is_not_known_yet_is_refused() -> None:
     batch.apply(ahead)
     with pytest.raises(ValueError, match="step 1 computes tokens that are not sampled yet"):
         batch.build(ahead)
+
+
+def test_tokens_of_steps_in_flight_are_left_to_the_device() -> None:
+    """Two steps ahead: the host knows neither of the two tokens that a step in flight samples in slot 2."""
+    batch = PersistentBatch(4, 16, 4)
+    first = make_output(0, [(2, 0, 2, True)], started=(start(2, [10, 11], (5,)),))
+    batch.apply(first)
+    batch.expect(first.slots)
+    second = make_output(1, [(2, 2, 1, True), (0, 0, 3, True)], started=(start(0, [20, 21, 22], (7,)),))
+    batch.apply(second)
+    inputs = batch.build(second)
+    assert inputs.token_ids.tolist() == [-1, 20, 21, 22]
+    assert inputs.late_slots is not None
+    assert inputs.late_slots.tolist() == [2, 0, 0, 0]
+    assert inputs.positions.tolist() == [2, 0, 1, 2]
+    assert inputs.slot_mapping.tolist() == [22, 28, 29, 30]
+    batch.expect(second.slots)
+    assert batch.in_flight(np.array([2, 0, 1])).tolist() == [2, 1, 0]
+    third = make_output(2, [(2, 3, 1, True), (0, 3, 1, True)])
+    batch.apply(third)
+    assert batch.build(third).token_ids.tolist() == [-1, -1]
+    batch.append_sampled(first.slots, np.array([12], np.int32))
+    batch.append_sampled(second.slots, np.array([13, 23], np.int32))
+    known = batch.build(third)
+    assert known.token_ids.tolist() == [13, 23]
+    assert known.late_slots is None
+
+
+def test_the_device_knows_the_last_token_of_a_slot_only() -> None:
+    batch = PersistentBatch(2, 16, 4)
+    output = make_output(0, [(0, 0, 2, True)], started=(start(0, [1, 2], (0,)),))
+    batch.apply(output)
+    batch.expect(output.slots)
+    batch.expect(output.slots)
+    with pytest.raises(ValueError, match="step 1 computes tokens that are not sampled yet"):
+        batch.build(make_output(1, [(0, 2, 1, True)]))  # the token before the last
+    with pytest.raises(ValueError, match="step 2 computes tokens that are not sampled yet"):
+        batch.build(make_output(2, [(0, 4, 1, True)]))  # one that nobody samples
 
 
 def test_dtypes_are_those_that_the_forward_pass_takes() -> None:

@@ -8,11 +8,12 @@ import torch
 from stand_in import make_request
 
 from batchinfer.engine.adjustments import TokenCounts
+from batchinfer.engine.device_queue import ImmediateQueue
 from batchinfer.engine.sampler import Sampler
 from batchinfer.scheduler_output import StartedSequence
 
 VOCAB = 40
-CPU = torch.device("cpu")
+QUEUE = ImmediateQueue()
 
 
 def start(sampler: Sampler, slot: int, prompt: list[int], output: list[int] = (), **params) -> None:
@@ -21,7 +22,13 @@ def start(sampler: Sampler, slot: int, prompt: list[int], output: list[int] = ()
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]):
-    return sampler.sample(logits, np.array(slots, np.int32), np.array(positions, np.int64))
+    """As the model runner does it: plan, choose, take and count."""
+    rows = np.array(slots, np.int32)
+    plan = sampler.plan(rows, np.array(positions, np.int64), logits.shape[-1])
+    taken = plan.take(iter([tensor.numpy() for tensor in plan.choose(logits)]))
+    assert set(taken.logprobs) == set(plan.rows_with_logprobs)
+    sampler.count(rows, taken.token_ids)
+    return taken
 
 
 @pytest.fixture
@@ -32,7 +39,7 @@ def logits() -> torch.Tensor:
 def test_rules_reach_only_their_rows_and_logits_stay(logits):
     best = logits.argmax(-1).tolist()
     before = logits.clone()
-    sampler = Sampler(8, frozenset({best[2]}), CPU)
+    sampler = Sampler(8, frozenset({best[2]}), QUEUE)
     start(sampler, 5, [1], logit_bias=((7, 100.0),))
     start(sampler, 1, [best[1]], repetition_penalty=1e6)
     start(sampler, 7, [1], min_tokens=3)
@@ -52,7 +59,7 @@ def test_rules_reach_only_their_rows_and_logits_stay(logits):
 
 def test_greedy_and_drawn_rows_mix(logits):
     logits[3, 5:] = -math.inf
-    sampler = Sampler(4, frozenset(), CPU)
+    sampler = Sampler(4, frozenset(), QUEUE)
     for slot, temperature in enumerate([0.0, 1.0, 1e-4, 0.7]):
         start(sampler, slot, [1], temperature=temperature, seed=slot)
     for position in range(1, 30):
@@ -66,7 +73,7 @@ def test_greedy_and_drawn_rows_mix(logits):
 def test_penalties_follow_the_tokens_that_are_sampled():
     """Frequency penalty 1 on logits 0, -0.5, ...: the token whose logit less its count is greatest, lowest id first."""
     row = torch.tensor([[-0.5 * i for i in range(6)]])
-    sampler = Sampler(1, frozenset(), CPU)
+    sampler = Sampler(1, frozenset(), QUEUE)
     start(sampler, 0, [0, 0, 0], frequency_penalty=1.0)
     counts, expected, tokens = [0] * 6, [], []
     for position in range(3, 15):
@@ -80,7 +87,7 @@ def test_penalties_follow_the_tokens_that_are_sampled():
 
 def test_a_preempted_sequence_gets_its_counts_back():
     row = torch.tensor([[1.0, 0.9, 0.0]])
-    sampler = Sampler(2, frozenset(), CPU)
+    sampler = Sampler(2, frozenset(), QUEUE)
     start(sampler, 1, [2, 1], output=[0], presence_penalty=0.5)
     assert sample(sampler, row, [1], [3]).token_ids.tolist() == [1]  # 0.5, 0.9: the prompt's token 1 is not penalised
     start(sampler, 1, [2, 1], presence_penalty=0.5)
@@ -89,7 +96,7 @@ def test_a_preempted_sequence_gets_its_counts_back():
 
 def test_a_slot_forgets_the_sequence_before(logits):
     best = logits.argmax(-1).tolist()
-    sampler = Sampler(1, frozenset(), CPU)
+    sampler = Sampler(1, frozenset(), QUEUE)
     start(sampler, 0, [1], temperature=2.0, logit_bias=((3, 100.0),), logprobs=1, repetition_penalty=2.0, min_tokens=9)
     assert sample(sampler, logits[:1], [0], [1]).token_ids.tolist() == [3]
     sampler.release(0)
@@ -100,7 +107,7 @@ def test_a_slot_forgets_the_sequence_before(logits):
 
 
 def test_log_probabilities_are_of_the_raw_logits(logits):
-    sampler = Sampler(4, frozenset(), CPU)
+    sampler = Sampler(4, frozenset(), QUEUE)
     start(sampler, 0, [1], logit_bias=((7, 100.0),), logprobs=2)
     start(sampler, 1, [1])
     start(sampler, 2, [1], temperature=1.5, logprobs=0)
@@ -114,7 +121,7 @@ def test_log_probabilities_are_of_the_raw_logits(logits):
 
 
 def test_a_row_with_every_token_barred_is_not_finite(logits):
-    sampler = Sampler(2, frozenset(), CPU)
+    sampler = Sampler(2, frozenset(), QUEUE)
     for slot, temperature in enumerate([0.0, 1.0]):
         start(sampler, slot, [1], temperature=temperature, min_tokens=5, stop_token_ids=tuple(range(VOCAB)))
     assert sample(sampler, logits[:2], [0, 1], [1, 1]).is_finite.tolist() == [False, False]

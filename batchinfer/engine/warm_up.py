@@ -1,0 +1,68 @@
+"""Runs what steps launch outside captured graphs once before the first step, so that no kernel is compiled or loaded in
+the step loop. Called by the engine, on devices whose kernels are compiled on first use."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchinfer.engine.input_builder import ForwardBatch
+from batchinfer.engine.model import Model
+from batchinfer.kernels import sampling
+from batchinfer.kernels.sampling import LogitChanges, RowTokens
+
+
+@torch.inference_mode()
+def warm_up(model: Model, cache: Any, max_num_batched_tokens: int, max_num_seqs: int, most_logits: int) -> None:
+    """Passes over one sequence and over sequences of one token, and tokens for their rows, of sizes that double up to
+    the largest: kernels are chosen by such sizes. Nothing of the cache is read or written.
+
+    most_logits: rows of logits that a step makes at once.
+    """
+    for num_tokens in _sizes(max_num_batched_tokens):
+        model.forward(*_idle_pass(model, cache, num_tokens, num_seqs=1))
+    for num_seqs in _sizes(max_num_seqs):
+        hidden = model.forward(*_idle_pass(model, cache, num_seqs, num_seqs))
+        _sample(model.compute_logits(hidden[: min(num_seqs, most_logits)].zero_()))
+
+
+def _sizes(largest: int) -> Iterator[int]:
+    size = 1
+    while size < largest:
+        yield size
+        size *= 2
+    yield largest
+
+
+def _idle_pass(model: Model, cache: Any, num_tokens: int, num_seqs: int) -> tuple[ForwardBatch, Any, Tensor]:
+    """Arguments of Model.forward: equally long sequences of tokens without a place in the cache."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=model.device)
+
+    offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=model.device) * (num_tokens // num_seqs)
+    batch = ForwardBatch(
+        token_ids=zeros(num_tokens, dtype=torch.int64),
+        positions=zeros(num_tokens, dtype=torch.int64),
+        slot_mapping=zeros(num_tokens, dtype=torch.int64) - 1,
+        block_table=zeros(num_seqs, 1, dtype=torch.int32),
+        cu_seqlens_q=offsets,
+        seq_lens=zeros(num_seqs, dtype=torch.int32),
+        prompt_lens=zeros(num_seqs, dtype=torch.int32),
+    )
+    return batch, cache, batch.prompt_lens
+
+
+def _sample(logits: Tensor) -> None:
+    """By every rule: greedily, drawn with filters and with changes."""
+    rows, device = len(logits), logits.device
+    one = RowTokens(torch.arange(rows + 1, device=device), torch.zeros(rows, dtype=torch.int64, device=device))
+    ones = torch.ones(rows, device=device)
+    changes = LogitChanges(sampling.Bias(one, ones), sampling.Penalties(one, ones, ones, ones, ones), one)
+    keys = torch.zeros(rows, dtype=torch.int64, device=device)
+    token_ids, _ = sampling.greedy(logits)
+    for change in (None, changes):
+        sampling.sample(logits, ones, ones / 2, keys + 1, ones / 2, keys, keys, change)
+        sampling.sample(logits, ones, ones * 0, keys, ones, keys, keys, change)
+    sampling.token_logprobs(logits[:1].float(), token_ids[:1], 1)

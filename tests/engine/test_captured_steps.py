@@ -1,0 +1,180 @@
+"""Captured decode steps over a tiny random Llama: rows that fill a size up are neither written nor read, and tokens are
+those of steps launched kernel by kernel."""
+
+import numpy as np
+import pytest
+import torch
+from fake_device import FakeCapture, LateLane
+from stand_in import PieceTokenizer, make_request, run
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from batchinfer.cache.block_pool import BlockPool
+from batchinfer.cache.paged_kv import PagedKVCache
+from batchinfer.config import SchedulerConfig
+from batchinfer.engine.cuda_graphs import DecodeGraphs, GraphPlan
+from batchinfer.engine.engine import Engine
+from batchinfer.engine.persistent_batch import StepInputs
+from batchinfer.engine.staged_queue import StagedQueue
+from batchinfer.engine.warm_up import warm_up
+from batchinfer.models.families.registry import parse_config
+from batchinfer.models.weights import build_decoder
+
+VOCAB, BLOCK_SIZE, NUM_BLOCKS = 61, 4, 100
+
+
+class StateDict:
+    where = "a random model"
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.names = tensors.keys()
+        self.read = tensors.__getitem__
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["default", "dynamic"])
+def decoder(request):
+    """With frequencies that depend on the prompt's length, too."""
+    torch.manual_seed(0)
+    rope = {"rope_type": request.param, "rope_theta": 10000.0} | ({"factor": 4.0} if request.param != "default" else {})
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16 if request.param == "dynamic" else 64,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+        dtype="float32",
+        rope_parameters=rope,
+    )
+    model = LlamaForCausalLM(config).eval()
+    spec = parse_config(config.to_dict(), "config.json", ())
+    return build_decoder(spec, StateDict(dict(model.state_dict())), torch.float32, torch.device("cpu"))
+
+
+def make_cache(decoder, fill: float = torch.nan) -> PagedKVCache:
+    cache = PagedKVCache(decoder.kv_cache_spec(BLOCK_SIZE), NUM_BLOCKS)
+    for layer in range(decoder.spec.num_layers):
+        cache.key(layer).fill_(fill)
+        cache.value(layer).fill_(fill)
+    return cache
+
+
+def make_engine(decoder, num_blocks=NUM_BLOCKS, **options) -> Engine:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24, admission="greedy")
+    pool = BlockPool(num_blocks, BLOCK_SIZE)
+    threshold = decoder.spec.rope.length_threshold
+    cache, ends = make_cache(decoder), frozenset({7})
+    return Engine(decoder, cache, pool, PieceTokenizer(), config, ends, 50, rope_length_threshold=threshold, **options)
+
+
+@pytest.mark.parametrize(("num_blocks", "steps", "eagerness"), [(NUM_BLOCKS, 2, 0.0), (14, 2, 1.0), (20, 3, 0.5)])
+def test_answers_equal_the_plain_loops(decoder, num_blocks, steps, eagerness):
+    rng = np.random.default_rng(0)
+    common = rng.integers(0, VOCAB, 12).tolist()
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 3, 9, 20, 34)] + [[*common, i] for i in (1, 2, 3)]
+    variants = [{}, {"temperature": 0.9, "logprobs": 2}, {"frequency_penalty": 0.7, "prompt_logprobs": True}]
+    requests = [make_request(i, p, 14, **variants[i % 3]) for i, p in enumerate(prompts)]
+    plain = run(make_engine(decoder), requests)
+    capture = FakeCapture()
+    graphs = GraphPlan(capture, (1, 2, 4, 8), (5, 13))
+    queue = StagedQueue(LateLane(num_blocks, eagerness))
+    results = run(make_engine(decoder, num_blocks, max_steps_in_flight=steps, queue=queue, graphs=graphs), requests)
+    assert capture.num_captured == 8
+    assert capture.num_replayed > 10
+    assert len(set(capture.sizes)) > 1
+    assert (sum(r.num_preemptions for r in results.values()) > 0) == (num_blocks < NUM_BLOCKS)
+    for request in requests:
+        a, b = plain[request.id], results[request.id]
+        assert (a.token_ids, a.logprobs, a.finish_reason, a.text) == (b.token_ids, b.logprobs, b.finish_reason, b.text)
+        if request.params.prompt_logprobs:
+            assert a.prompt_logprobs.per_token.tobytes() == b.prompt_logprobs.per_token.tobytes()
+
+
+def step_inputs(num_seqs: int, blocks: np.ndarray, last_token: int = 9) -> StepInputs:
+    """Sequence i has one block, blocks[i], and computes its first token; the last one's is not known to the host."""
+    token_ids = np.arange(num_seqs)
+    token_ids[-1] = -1
+    return StepInputs(
+        token_ids=token_ids,
+        positions=np.zeros(num_seqs, np.int64),
+        slot_mapping=blocks * BLOCK_SIZE,
+        block_table=blocks[:, None].astype(np.int32),
+        cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
+        seq_lens=np.ones(num_seqs, np.int32),
+        logits_indices=np.arange(num_seqs),
+        late_slots=np.arange(num_seqs) + 2,
+    )
+
+
+@torch.inference_mode()
+def test_rows_that_fill_a_graph_up_are_never_written_or_read(decoder):
+    """Case 50: five sequences in a graph for eight, after one of eight whose rows are still in the buffers."""
+    cache = make_cache(decoder, fill=0.5)
+    last_tokens = torch.full((12,), 33)
+    graphs = DecodeGraphs(GraphPlan(FakeCapture(), (8,), (6,)), decoder, cache, last_tokens)
+    before = [cache.key(layer).clone() for layer in range(2)]
+    assert all((key == 0.5).all() for key in before)  # captures wrote nothing
+    lens = np.ones(8, np.int32)
+    blocks = np.arange(90, 98)
+    graphs.prepare(step_inputs(8, blocks), lens, torch.from_numpy)()
+    for layer in range(2):
+        cache.key(layer)[90:98] = torch.nan  # whoever reads those rows again breaks
+        cache.value(layer)[90:98] = torch.nan
+    last_tokens[6] = 44  # of the fifth sequence
+    work = graphs.prepare(step_inputs(5, np.arange(5)), lens[:5], torch.from_numpy)
+    hidden = work()
+    assert hidden.shape == (5, 48)
+    assert hidden.isfinite().all()
+    for layer in range(2):
+        for stored in (cache.key(layer), cache.value(layer)):
+            assert (stored[5:90] == 0.5).all()
+            assert stored[90:98].isnan().all()
+            assert (stored[98:] == 0.5).all()
+            assert (stored[:5, :, 0] != 0.5).any(dim=-1).all()
+    alone = step_inputs(5, np.arange(5))
+    alone.token_ids[-1] = 44
+    plain = DecodeGraphs(GraphPlan(FakeCapture(), (5,), (1,)), decoder, make_cache(decoder), last_tokens)
+    assert torch.equal(hidden, plain.prepare(alone, lens[:5], torch.from_numpy)())
+
+
+def test_steps_that_no_graph_fits_run_without(decoder):
+    graphs = DecodeGraphs(GraphPlan(FakeCapture(), (2, 4), (1,)), decoder, make_cache(decoder), torch.zeros(12).long())
+    lens = np.ones(5, np.int32)
+    assert graphs.prepare(step_inputs(4, np.arange(4)), lens[:4], torch.from_numpy) is not None
+    assert graphs.prepare(step_inputs(5, np.arange(5)), lens, torch.from_numpy) is None
+    two_blocks = step_inputs(2, np.arange(2))
+    wide = StepInputs(**{n: getattr(two_blocks, n) for n in two_blocks.__dataclass_fields__} | {"block_table": np.zeros((2, 2), np.int32)})  # fmt: skip  # noqa: E501
+    assert graphs.prepare(wide, lens[:2], torch.from_numpy) is None
+    chunk = StepInputs(**{n: getattr(two_blocks, n) for n in two_blocks.__dataclass_fields__} | {"token_ids": np.zeros(3, np.int64)})  # fmt: skip  # noqa: E501
+    assert graphs.prepare(chunk, lens[:2], torch.from_numpy) is None
+
+
+def test_warming_up_touches_nothing_of_the_cache(decoder):
+    cache, sizes = make_cache(decoder, fill=0.5), []
+
+    class Watching:
+        device, vocab_size = decoder.device, decoder.vocab_size
+
+        def forward(self, batch, cache, prompt_lens):
+            sizes.append((len(batch.token_ids), len(batch.seq_lens)))
+            return decoder.forward(batch, cache, prompt_lens)
+
+        def compute_logits(self, hidden):
+            assert len(hidden) <= 3
+            return decoder.compute_logits(hidden)
+
+    warm_up(Watching(), cache, max_num_batched_tokens=20, max_num_seqs=6, most_logits=3)
+    assert sizes == [(n, 1) for n in (1, 2, 4, 8, 16, 20)] + [(n, n) for n in (1, 2, 4, 6)]
+    for layer in range(2):
+        assert (cache.key(layer) == 0.5).all()
+        assert (cache.value(layer) == 0.5).all()
