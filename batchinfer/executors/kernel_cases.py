@@ -27,13 +27,14 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    vocab: int
 
 
 MODELS = (
-    ModelShape("Llama-3.1-8B", 4096, 32, 8, 128, 14336),
-    ModelShape("Qwen3-8B", 4096, 32, 8, 128, 12288),
-    ModelShape("Qwen2.5-0.5B", 896, 14, 2, 64, 4864),
-    ModelShape("SmolLM2-135M", 576, 9, 3, 64, 1536),
+    ModelShape("Llama-3.1-8B", 4096, 32, 8, 128, 14336, 128256),
+    ModelShape("Qwen3-8B", 4096, 32, 8, 128, 12288, 151936),
+    ModelShape("Qwen2.5-0.5B", 896, 14, 2, 64, 4864, 151936),
+    ModelShape("SmolLM2-135M", 576, 9, 3, 64, 1536, 49152),
 )
 
 
@@ -61,6 +62,7 @@ def cases(model: ModelShape) -> Iterator[KernelCase]:
     for rows in (16, CHUNK):
         yield _linear(model, rows, "int4")
         yield _linear(model, rows, "fp8")
+    yield from sampling_cases(model)
 
 
 def _values(device: str, *shape: int) -> Tensor:
@@ -192,3 +194,39 @@ def _weight(name: str, n: int, k: int, group: int, device: str) -> Any:
 
 def _dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, out: Tensor) -> None:
     out.copy_(torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias))
+
+
+def sampling_cases(model: ModelShape) -> Iterator[KernelCase]:
+    """Tokens for the rows of a decode step, from float32 logits."""
+    read = 4 * NUM_SEQS * model.vocab
+    yield KernelCase("greedy", "sampling", "greedy", lambda device: (_logits(model, device),), read)
+    for name, filters in {"plain": (0, 1.0), "top-k, top-p": (50, 0.95), "top-p": (0, 0.95)}.items():
+        yield KernelCase(f"sample, {name}", "sampling", "sample", _draws(model, *filters), read)
+    yield KernelCase("sample, changed", "sampling", "sample", _draws(model, 50, 0.95, has_changes=True), read)
+
+
+def _logits(model: ModelShape, device: str) -> Tensor:
+    return torch.randn(NUM_SEQS, model.vocab, device=device) * 3
+
+
+def _draws(model: ModelShape, top_k: int, top_p: float, has_changes: bool = False) -> Callable[[str], tuple[Any, ...]]:
+    def arguments(device: str) -> tuple[Any, ...]:
+        ones, rows = torch.ones(NUM_SEQS, device=device), torch.arange(NUM_SEQS, device=device)
+        filters = (ones * 0, torch.full_like(rows, top_k), ones * top_p)
+        changes = _changes(model, device) if has_changes else None
+        return _logits(model, device), ones * 0.8, *filters, rows * 977, rows + CONTEXT, changes
+
+    return arguments
+
+
+def _changes(model: ModelShape, device: str) -> Any:
+    """Each row has 300 tokens biased, penalised and barred."""
+    from batchinfer.kernels.sampling import Bias, LogitChanges, Penalties, RowTokens
+
+    each = 300
+    offsets = torch.arange(NUM_SEQS + 1, device=device) * each
+    token_ids = torch.arange(NUM_SEQS * each, device=device) % (model.vocab // 2)
+    tokens, ones = RowTokens(offsets, token_ids), torch.ones(NUM_SEQS, device=device)
+    values = torch.ones(NUM_SEQS * each, device=device)
+    penalties = Penalties(tokens, values, ones * 1.1, ones * 0.1, ones * 0.1)
+    return LogitChanges(Bias(tokens, values), penalties, RowTokens(offsets, token_ids + model.vocab // 2))

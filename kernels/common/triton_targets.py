@@ -27,7 +27,8 @@ class Target:
 
 
 # Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; CDNA 3 ISA: 64 KiB.
-# gfx942 has an e4m3 of its own (FNUZ, another bias), so codes are taken apart by bits there.
+# gfx942 has an e4m3 of its own (FNUZ, another bias), so codes are taken apart by bits there. sm_120 is Blackwell
+# without what sm_100 has: its blocks share as little memory as sm_89's, and its products are those of one warp.
 TARGETS = {
     target.name: target
     for target in (
@@ -36,9 +37,11 @@ TARGETS = {
         Target("sm_89", "small", "cuda", 89, 32, 99 << 10, True, r"\bHMMA\b"),
         Target("sm_90", "hopper", "cuda", 90, 32, 227 << 10, True, r"\bHGMMA\b"),
         Target("sm_100", "blackwell", "cuda", 100, 32, 227 << 10, True, r"\bUTCHMMA\b"),
+        Target("sm_120", "small", "cuda", 120, 32, 99 << 10, True, r"\bHMMA\b"),
         Target("gfx942", "cdna3", "hip", "gfx942", 64, 64 << 10, False, r"\bv_mfma_"),
     )
 }
+LEAST_CUDA = min(int(target.arch) for target in TARGETS.values() if target.backend == "cuda")
 FUSED = {"enable_fp_fusion": True}  # of each launch: Triton's default turns in 3.10
 INTERPRETED = TARGETS["sm_80"]  # stands in where TRITON_INTERPRET=1 runs kernels without a device
 
@@ -48,11 +51,14 @@ def is_interpreted() -> bool:
 
 
 def current() -> Target:
-    """The target of the active device. One that is not in the table counts as the newest of its maker below it."""
+    """The target of the active device. One that is not in the table counts as the newest of its maker below it. Raises
+    RuntimeError for a CUDA device older than all of them."""
     if is_interpreted():
         return INTERPRETED
     found = triton.runtime.driver.active.get_current_target()
     if found.backend != "cuda":
         return TARGETS["gfx942"]
     known = [target for target in TARGETS.values() if target.backend == "cuda" and int(target.arch) <= found.arch]
+    if not known:
+        raise RuntimeError(f"sm_{found.arch}: the GPU kernels need sm_{LEAST_CUDA} or newer")
     return max(known, key=lambda target: int(target.arch))

@@ -1,6 +1,8 @@
 """Choosing tokens from logits: changes, filters, counter-based noise, log-probabilities. Called by the engine's
 sampler. All but `greedy` and `sample` is plain torch, which runs on any device."""
 
+from types import ModuleType
+
 import torch
 from batchinfer.kernels.sampling import cpu, reference
 from batchinfer.kernels.sampling.changes import Bias, LogitChanges, Penalties, RowTokens
@@ -26,7 +28,7 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The lowest id wins a tie. A row with a NaN or +inf, or with nothing but -inf, is not finite: its id means nothing.
     """
-    return (cpu if cpu.can_run(logits) else reference).greedy(logits)
+    return _backend(logits).greedy(logits)
 
 
 def sample(
@@ -51,8 +53,15 @@ def sample(
     about 1e-6: they can choose differently only where two tokens, or a sum and top_p, come out that close.
     """
     _check(len(logits), (temperature, min_p, top_p), (top_k, noise_keys, positions))
-    backend = cpu if cpu.can_run(logits) else reference
-    return backend.sample(logits, temperature, min_p, top_k, top_p, noise_keys, positions, changes)
+    return _backend(logits).sample(logits, temperature, min_p, top_k, top_p, noise_keys, positions, changes)
+
+
+def _backend(logits: torch.Tensor) -> ModuleType:
+    if logits.is_cuda:
+        from batchinfer.kernels.sampling import gpu  # here, as it brings Triton
+
+        return gpu
+    return cpu if cpu.can_run(logits) else reference
 
 
 def _check(num_rows: int, floats: tuple[torch.Tensor, ...], integers: tuple[torch.Tensor, ...]) -> None:

@@ -1,11 +1,15 @@
 """The gates of the GPU kernels, which need no GPU: what the compiled code is made of, and that nothing is compiled anew
 within a job."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
+from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_ahead import ahead_of_time
 from batchinfer.kernels.common.triton_inspect import Anatomy, dissect
 from batchinfer.kernels.common.triton_targets import TARGETS
@@ -13,6 +17,7 @@ from batchinfer.kernels.gated_activation import gpu as gated_gpu
 from batchinfer.kernels.paged_attention import gpu as attention_gpu
 from batchinfer.kernels.paged_attention.variant import Variant
 from batchinfer.kernels.rms_norm import gpu as norm_gpu
+from triton.backends.compiler import GPUTarget
 
 from batchinfer.executors.kernel_cases import MODELS, cases
 from batchinfer.executors.kernel_gates import Verdict, table_head, table_row, verdicts
@@ -44,7 +49,7 @@ def test_a_product_of_few_rows_uses_wgmma(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", LARGEST_AND_SMALLEST, ids=lambda model: model.name)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", list(TARGETS))
 def test_every_kernel_holds_to_the_gates(target, model):
     assert [table_row(verdict) for verdict in verdicts(TARGETS[target], model) if verdict.faults] == []
 
@@ -59,6 +64,37 @@ def test_a_kernel_that_breaks_a_gate_is_found(monkeypatch):
     assert verdict.faults == faults
     assert table_row(verdict).endswith("; ".join(faults))
     assert len(table_head()) > 100
+
+
+@pytest.mark.slow
+def test_sampling_holds_to_the_gates_and_says_what_it_is_excused_from(monkeypatch):
+    chosen = some_cases(monkeypatch, "sample, changed")
+    found = list(verdicts(TARGETS["sm_90"], LLAMA))
+    assert len(chosen) == 1
+    assert [table_row(verdict) for verdict in found if verdict.faults] == []
+    names = ["find_tops", "pick_highest", "_copy_changed", *["_change"] * 3, "find_tops", "pick_highest", "find_cuts"]
+    assert [verdict.anatomy.name for verdict in found] == [*names, "_draw", "_join_draws"]
+    excused = {verdict.anatomy.name for verdict in found if verdict.excused}
+    assert excused == {"pick_highest", "_change", "_join_draws"}
+    assert table_row(found[1]).endswith("ok; no loads of 16 bytes: it reads a few numbers a row")
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [(80, "sm_80"), (87, "sm_86"), (90, "sm_90"), (103, "sm_100"), (120, "sm_120"), (121, "sm_120")],
+)
+def test_a_device_counts_as_the_newest_kind_below_it(monkeypatch, arch, name):
+    """Consumer devices with Blackwell's name have no more memory in a block than those before them."""
+    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", arch, 32))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    assert triton_targets.current().name == name
+
+
+def test_a_device_older_than_all_is_refused_in_one_line(monkeypatch):
+    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 75, 32))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    with pytest.raises(RuntimeError, match=r"^sm_75: the GPU kernels need sm_80 or newer$"):
+        triton_targets.current()
 
 
 def test_a_row_of_the_table_shows_what_was_found():

@@ -23,11 +23,11 @@ def run_interpreted(*options: str) -> str:
 def test_kernels_equal_their_references():
     passed = re.search(r"(\d+) passed", run_interpreted("-m", "not slow"))
     assert passed
-    assert int(passed[1]) > 160
+    assert int(passed[1]) > 190
 
 
 @pytest.mark.slow
-def test_attention_equals_dense_softmax_for_every_shape():
+def test_more_shapes_of_attention_and_rows_of_sampling():
     passed = re.search(r"(\d+) passed", run_interpreted("-m", "slow"))
     assert passed
-    assert int(passed[1]) == 84
+    assert int(passed[1]) >= 94
