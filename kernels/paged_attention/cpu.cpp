@@ -4,7 +4,7 @@
 
 #include "products_bf16.h"
 #include "products_float.h"
-#include "tile.h"
+#include "sharing.h"
 
 namespace batchinfer {
 namespace {
@@ -20,8 +20,16 @@ struct Item {
     bool is_split() const { return partial >= 0; }
 };
 
+// A tile over keys that several sequences share, and for each where the softmaxes of its spans go (Tile::begun).
+struct SharedTile {
+    Tile tile;
+    std::vector<int64_t> tokens, begun;
+};
+
+int64_t most_queries(const Problem& p) { return std::max<int64_t>(1, TILE_ROWS / p.heads_per_kv()); }
+
 std::vector<Tile> make_tiles(const Problem& p) {
-    int64_t width = std::max<int64_t>(1, TILE_ROWS / p.heads_per_kv());
+    int64_t width = most_queries(p);
     std::vector<Tile> tiles;
     for (int64_t s = 0; s < p.num_seqs; s++) {
         int64_t first = p.cu_seqlens_q[s], num_queries = p.cu_seqlens_q[s + 1] - first;
@@ -43,18 +51,21 @@ template <class Math>
 class Batch {
    public:
     Batch(const Problem& problem, const Layout<Math>& layout) : p_(problem), layout_(layout), tiles_(make_tiles(problem)) {
-        std::stable_sort(tiles_.begin(), tiles_.end(),
-                         [&](const Tile& a, const Tile& b) { return cost_of(p_, a) > cost_of(p_, b); });
         int64_t total = 0;
         for (const Tile& tile : tiles_) total += cost_of(p_, tile) * p_.num_kv_heads;
         threads_ = std::max<int64_t>(1, std::min(p_.threads, total / LEAST_COST));
         split_above_ = threads_ > 1 ? total / (threads_ * SHARES) : std::numeric_limits<int64_t>::max();
+        share_keys();
+        std::stable_sort(tiles_.begin(), tiles_.end(),
+                         [&](const Tile& a, const Tile& b) { return cost_of(p_, a) > cost_of(p_, b); });
         for (size_t t = 0; t < tiles_.size(); t++)
             for (int64_t head = 0; head < p_.num_kv_heads; head++) add_items(int64_t(t), head);
     }
 
     void run() {
-        partials_.resize(size_t(partial_size_));
+        thread_local AlignedBuffer<float> memory;
+        partials_ = memory.at_least(size_t(partial_size_));
+        parallel_items(int64_t(shared_items_.size()), threads_, 1, [&](int64_t i) { run_shared(shared_items_[size_t(i)]); });
         int64_t n = int64_t(items_.size());
         // a tile's heads lie side by side in the cache, so one thread takes them all where there are plenty
         int64_t grain = n >= threads_ * SHARES * p_.num_kv_heads ? p_.num_kv_heads : 1;
@@ -66,10 +77,53 @@ class Batch {
     }
 
    private:
+    // Leaves the keys that sequences have in common to tiles of their own, one item a span and KV head.
+    void share_keys() {
+        std::vector<Tile*> tile_of(size_t(p_.num_seqs), nullptr);
+        for (Tile& tile : tiles_) tile_of[size_t(tile.sequence)] = &tile;
+        for (const SharedKeys& shared : Sharing(p_).groups()) {
+            std::vector<Tile*> tiles;
+            for (int64_t sequence : shared.sequences) {
+                Tile rest = *tile_of[size_t(sequence)];
+                rest.first_key = shared.num_keys;
+                if (cost_of(p_, rest) <= split_above_) tiles.push_back(tile_of[size_t(sequence)]);  // else it is split
+            }
+            size_t width = size_t(most_queries(p_));
+            for (size_t first = 0; first + 1 < tiles.size(); first += width)
+                add_shared({tiles.begin() + first, tiles.begin() + std::min(first + width, tiles.size())}, shared.num_keys);
+        }
+    }
+
+    void add_shared(const std::vector<Tile*>& tiles, int64_t num_keys) {
+        SharedTile shared{{tiles[0]->sequence, 0, int64_t(tiles.size()), num_keys, 0, num_keys}, {}, {}};
+        for (Tile* tile : tiles) {
+            shared.tokens.push_back(tile->first_token), shared.begun.push_back(partial_size_);
+            tile->first_key = num_keys, tile->begun = partial_size_;
+            partial_size_ += p_.num_kv_heads * begun_size(*tile);
+        }
+        shared.tile.tokens = shared.tokens.data();
+        for (int64_t span = 0; span < shared.tile.end_span(); span++)
+            for (int64_t head = 0; head < p_.num_kv_heads; head++)
+                shared_items_.push_back({int64_t(shared_.size()), head, span, span + 1, -1});
+        shared_.push_back(std::move(shared));
+    }
+
+    void run_shared(const Item& item) {
+        const SharedTile& shared = shared_[size_t(item.tile)];
+        TileAttention<Math> attention(p_, layout_, shared.tile, item.kv_head);
+        int64_t rows = p_.heads_per_kv(), width = attention.width();
+        Softmax result = Softmax::at(result_memory(shared.tile), attention.rows(), width);
+        result.clear(attention.rows(), width);
+        attention.run(item.first_span, item.end_span, result, shared.tile.place(item.kv_head, item.first_span));
+        int64_t size = Softmax::size(rows, width), place = (item.kv_head * shared.tile.end_span() + item.first_span) * size;
+        for (size_t i = 0; i < shared.begun.size(); i++)
+            result.copy_rows(int64_t(i) * rows, rows, width, Softmax::at(partials_ + shared.begun[i] + place, rows, width));
+    }
+
     void add_items(int64_t t, int64_t head) {
         const Tile& tile = tiles_[size_t(t)];
         int64_t first = tile.first_span(), end = tile.end_span();
-        if (end - first == 1 || cost_of(p_, tile) <= split_above_) return items_.push_back({t, head, first, end, -1});
+        if (end - first == 1 || tile.begun >= 0 || cost_of(p_, tile) <= split_above_) return items_.push_back({t, head, first, end, -1});
         split_.push_back({t, head, first, end, partial_size_});
         for (int64_t span = first; span < end; span++) {
             items_.push_back({t, head, span, span + 1, partial_size_});
@@ -88,12 +142,19 @@ class Batch {
     void run_item(const Item& item, const Item& next) {
         const Tile& tile = tiles_[size_t(item.tile)];
         TileAttention<Math> attention(p_, layout_, tile, item.kv_head);
-        float* memory = item.is_split() ? partials_.data() + item.partial : result_memory(tile);
+        float* memory = item.is_split() ? partials_ + item.partial : result_memory(tile);
         Softmax result = Softmax::at(memory, attention.rows(), attention.width());
         result.clear(attention.rows(), attention.width());
-        attention.run(item.first_span, item.end_span, result, first_place(next));
+        attention.run(item.first_span, item.end_span, result, first_place(next), begun_of(tile, item.kv_head));
         if (!item.is_split()) attention.write(result);
     }
+
+    float* begun_of(const Tile& tile, int64_t kv_head) const {
+        return tile.begun < 0 ? nullptr : partials_ + tile.begun + kv_head * begun_size(tile);
+    }
+
+    // Floats of the softmaxes of a KV head over the keys before the tile's first.
+    int64_t begun_size(const Tile& tile) const { return (tile.first_key + SPAN - 1) / SPAN * softmax_size(tile); }
 
     // The same sums in the same order as TileAttention::run over all spans.
     void finish(const Item& item) {
@@ -103,7 +164,7 @@ class Batch {
         Softmax result = Softmax::at(result_memory(tile), rows, width);
         result.clear(rows, width);
         for (int64_t span = item.first_span; span < item.end_span; span++, partial += softmax_size(tile))
-            result.merge(Softmax::at(partials_.data() + partial, rows, width), rows, width);
+            result.merge(Softmax::at(partials_ + partial, rows, width), rows, width);
         attention.write(result);
     }
 
@@ -115,8 +176,9 @@ class Batch {
     const Problem& p_;
     const Layout<Math> layout_;
     std::vector<Tile> tiles_;
-    std::vector<Item> items_, split_;
-    std::vector<float> partials_;
+    std::vector<SharedTile> shared_;
+    std::vector<Item> items_, split_, shared_items_;
+    float* partials_ = nullptr;
     int64_t partial_size_ = 0, threads_ = 1, split_above_ = 0;
 };
 

@@ -18,11 +18,12 @@ from batchinfer.kernels.paged_attention.gpu_sizes import attention_sizes
 from batchinfer.kernels.paged_attention.gpu_tiles import LOG2_E, attend_keys, find_sequence, segment_of
 from batchinfer.kernels.paged_attention.variant import Variant
 
-_SEGMENTS = 16  # most that the keys of a row are cut into
+_SEGMENTS = 32  # most that the keys of a row are cut into: 8 KV heads of one long context then fill a large device
 _SEGMENT_KEYS = 512  # fewest keys of a segment but the last
+Parts = tuple[torch.Tensor, ...]
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "bias_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "bias_stride", "room"])
 def _paged_attention(
     tensors,  # (q [num_tokens, Q_HEADS, HEAD_DIM], out: the same, contiguous)
     caches,  # (k, v) [num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM], bytes where CODE is given
@@ -31,7 +32,8 @@ def _paged_attention(
     sinks_ptr,  # float32 [Q_HEADS] or None
     bias_ptr,  # float32 [num_tokens, Q_HEADS, bias_stride], of scores with the keys of each SEGMENT, or None
     bias_stride,
-    parts,  # (weighted [num_tokens, Q_HEADS, SEGMENTS, DIM_BLOCK], total and best [num_tokens, Q_HEADS, SEGMENTS])
+    parts,  # (weighted [num_seqs, Q_HEADS, room, DIM_BLOCK], total and best [num_seqs, Q_HEADS, room])
+    room,  # segments that the longest context of the block table has, at most SEGMENTS
     batch,  # (block_table int32 [num_seqs, table_stride], cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs])
     num_seqs,
     table_stride,
@@ -76,7 +78,8 @@ def _paged_attention(
         *(NATIVE, VARIANT[0], VARIANT[1], TILE[1]),
     )
     if SPLIT is not None and used > 1:
-        _store_part(parts, row * SPLIT[0] + tl.program_id(1), weighted * top, total, best, is_row)
+        part = (sequence.to(tl.int64) * (SHAPE[0] * GROUP) + head) * room + tl.program_id(1)
+        _store_part(parts, part, weighted * top, total, best, is_row)
     else:
         top *= 1.0 if statics[1] is None else tl.load(statics[1] + kv_head * VARIANT[2][1])
         if sinks_ptr is not None:
@@ -110,10 +113,11 @@ def _load_queries(row_ptr, mask, CODE: tl.constexpr):
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _join_segments(
     out_ptr,  # [num_tokens, Q_HEADS, HEAD_DIM], contiguous
     parts,  # as _paged_attention's, like the following
+    room,
     cu_seqlens_ptr,
     seq_lens_ptr,
     v_static_ptr,
@@ -137,7 +141,7 @@ def _join_segments(
     row = token * (SHAPE[0] * GROUP) + head
     segment = tl.arange(0, SPLIT[0])
     is_used = segment < used
-    at = row * SPLIT[0] + segment
+    at = (sequence.to(tl.int64) * (SHAPE[0] * GROUP) + head) * room + segment
     dim = tl.arange(0, TILE[2])
     best = tl.load(parts[2] + at, is_used, float("-inf"))
     total = tl.load(parts[1] + at, is_used, 0.0)
@@ -167,8 +171,8 @@ def _stride(static: torch.Tensor | None) -> int:
     return 0 if static is None or static.numel() == 1 else 1
 
 
-def _part_buffers(num_tokens: int, num_q_heads: int, dim_block: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    rows = (num_tokens, num_q_heads, _SEGMENTS)
+def _part_buffers(num_seqs: int, num_q_heads: int, room: int, dim_block: int, device: torch.device) -> Parts:
+    rows = (num_seqs, num_q_heads, room)
     return tuple(torch.empty(shape, device=device) for shape in ((*rows, dim_block), rows, rows))
 
 
@@ -218,14 +222,16 @@ def paged_attention(
         m, n, options = sizes[0]
         tiles = num_tokens // (m // group) + num_seqs
         _paged_attention[(tiles * num_kv_heads,)](
-            **arguments, **shape, parts=(None, None, None), TILE=(m, n, dim_block), SPLIT=None, **options
+            **arguments, **shape, parts=(None, None, None), room=0, TILE=(m, n, dim_block), SPLIT=None, **options
         )
     m, n, options = sizes[1]
     split = {"TILE": (m, n, dim_block), "SPLIT": (_SEGMENTS, _SEGMENT_KEYS)}
-    parts = _part_buffers(num_tokens, num_q_heads, dim_block, q.device)
-    _paged_attention[(num_seqs * num_kv_heads, _SEGMENTS)](**arguments, **shape, parts=parts, **split, **options)
+    # The grid depends on the table's shape alone, so that it can be captured; rows without keys leave at once.
+    room = min(_SEGMENTS, triton.cdiv(block_table.shape[1] * block_size, _SEGMENT_KEYS))
+    parts = _part_buffers(num_seqs, num_q_heads, room, dim_block, q.device)
+    _paged_attention[(num_seqs * num_kv_heads, room)](**arguments, **shape, parts=parts, room=room, **split, **options)
     _join_segments[(num_seqs, num_q_heads)](
-        *(out, parts, cu_seqlens_q, seq_lens, statics[1], variant.sinks),
+        *(out, parts, room, cu_seqlens_q, seq_lens, statics[1], variant.sinks),
         **shape,
         **split,
         num_warps=4,

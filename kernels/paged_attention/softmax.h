@@ -57,6 +57,13 @@ struct Softmax {
         }
     }
 
+    // Copies rows [first, first + n) to a softmax of n rows.
+    void copy_rows(int64_t first, int64_t n, int64_t width, const Softmax& to) const {
+        std::copy_n(best + first, n, to.best);
+        std::copy_n(total + first * LANES, n * LANES, to.total);
+        std::copy_n(weighted + first * width, n * width, to.weighted);
+    }
+
     // What the weighted sum of row r takes to become the attention's result: `factor` over the sum of weights, with a
     // sink's score among them where there is one.
     struct Ratio {

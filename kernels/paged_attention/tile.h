@@ -10,15 +10,18 @@
 
 namespace batchinfer {
 
-// Neighbouring queries of a sequence.
+// Neighbouring queries of a sequence, or a query each of several sequences that have these keys in common.
 struct Tile {
     int64_t sequence, first_token, num_queries;
     int64_t position;   // of the first query in its sequence
-    int64_t first_key;  // first key that a query sees
+    int64_t first_key;  // where to begin: the first key that a query sees, or the first after those in `begun`
     int64_t end_key;    // one past the last
+    const int64_t* tokens = nullptr;  // of the queries, where they do not follow first_token
+    int64_t begun = -1;  // where the softmaxes over the keys before first_key lie; -1: there are none
 
     int64_t first_span() const { return first_key / SPAN; }
     int64_t end_span() const { return (end_key + SPAN - 1) / SPAN; }
+    int64_t token(int64_t query) const { return tokens ? tokens[query] : first_token + query; }
     Place place(int64_t kv_head, int64_t span) const {
         return {sequence, kv_head, std::max(span * SPAN, first_key), end_key};
     }
@@ -44,15 +47,19 @@ class TileAttention {
             Math::load_query(p_, offset_of(r, p_.q_token_stride, p_.q_head_stride), queries_ + r * steps_);
     }
 
-    // Attention over the keys of spans [first, end), into a cleared softmax.
+    // Attention over the keys of spans [first, end), into a cleared softmax. begun: the softmaxes of the spans before
+    // first_key, the last of them unfinished where it lies within a span; or null.
     // `next` is what the thread probably does afterwards.
-    void run(int64_t first, int64_t end, const Softmax& result, const Place& next) {
+    void run(int64_t first, int64_t end, const Softmax& result, const Place& next, float* begun = nullptr) {
         now_->locate(p_, tile_.place(head_, first));
-        if (end - first == 1) return run_span(first, result, next);
-        float* memory_of_span = memory_.span.at_least(size_t(Softmax::size(rows_, width_)));
-        Softmax span = Softmax::at(memory_of_span, rows_, width_);
+        if (end - first == 1 && !begun) return run_span(first, result, next);
+        int64_t size = Softmax::size(rows_, width_);
+        for (int64_t s = 0; begun && s < first; s++) result.merge(Softmax::at(begun + s * size, rows_, width_), rows_, width_);
+        float* own = memory_.span.at_least(size_t(size));
         for (int64_t s = first; s < end; s++) {
-            span.clear(rows_, width_);
+            bool goes_on = begun && s == first && tile_.first_key % SPAN;
+            Softmax span = Softmax::at(goes_on ? begun + s * size : own, rows_, width_);
+            if (!goes_on) span.clear(rows_, width_);
             run_span(s, span, s + 1 < end ? tile_.place(head_, s + 1) : next);
             result.merge(span, rows_, width_);
         }
@@ -84,7 +91,7 @@ class TileAttention {
     static int64_t elements_of(int64_t n) { return (n + Math::PER_ELEMENT - 1) / Math::PER_ELEMENT; }
 
     int64_t offset_of(int64_t row, int64_t token_stride, int64_t head_stride) const {
-        return (tile_.first_token + row / group_) * token_stride + (head_ * group_ + row % group_) * head_stride;
+        return tile_.token(row / group_) * token_stride + (head_ * group_ + row % group_) * head_stride;
     }
 
     template <class Format>

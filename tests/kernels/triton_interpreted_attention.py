@@ -219,6 +219,16 @@ def test_rows_without_keys_are_left_alone():
     torch.testing.assert_close(out[:1].double(), dense(case.q[0], case.k[0], case.v[0])[32:], rtol=1e-5, atol=1e-5)
 
 
+def test_segments_take_memory_by_sequence_and_by_the_longest_context(monkeypatch):
+    """A chunk of 40 tokens beside one of 1200 keys, which has 3 segments: 2 sequences, not 41 tokens, and 3, not 32."""
+    made = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: made.append(tuple(shape)) or empty(shape, **options))
+    case = Case([1200, 40], 4, 2, 32)
+    case.run([(1, 0, 40), (0, 1199, 1200)])
+    assert made == [(41, 4, 32), (2, 4, 3, 32), (2, 4, 3), (2, 4, 3)]
+
+
 @pytest.mark.parametrize("block", [1023, 1024])
 def test_blocks_on_both_sides_of_two_to_the_31_elements(block):
     """One head of 2 values, blocks of 2^20 tokens: block 1024 begins at element 2^31. Only touched pages get memory."""
