@@ -8,13 +8,15 @@ ways a row takes, and each sum's order, depend on its own sequence alone. Each s
 # Kernels have types of their own.
 # mypy: allow-untyped-defs
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_codes import as_bytes, code_of
 from batchinfer.kernels.paged_attention.gpu_bias import beside_keys
-from batchinfer.kernels.paged_attention.gpu_sizes import attention_sizes
+from batchinfer.kernels.paged_attention.gpu_sizes import Sizes, attention_sizes
 from batchinfer.kernels.paged_attention.gpu_tiles import LOG2_E, attend_keys, find_sequence, segment_of
 from batchinfer.kernels.paged_attention.variant import Variant
 
@@ -224,17 +226,24 @@ def paged_attention(
         _paged_attention[(tiles * num_kv_heads,)](
             **arguments, **shape, parts=(None, None, None), room=0, TILE=(m, n, dim_block), SPLIT=None, **options
         )
-    m, n, options = sizes[1]
+    _attend_single_tokens(arguments, shape, dim_block, sizes[1])
+    return out
+
+
+def _attend_single_tokens(arguments: dict[str, Any], shape: dict[str, Any], dim_block: int, sizes: Sizes) -> None:
+    """The sequences with one new token. arguments, shape: of _paged_attention. The grids depend on the shapes of
+    tensors alone, so that they can be captured; rows without keys leave at once."""
+    (q, out), (table, cu_seqlens_q, seq_lens) = arguments["tensors"], arguments["batch"]
+    num_seqs, num_q_heads, (num_kv_heads, block_size, _) = len(seq_lens), q.shape[1], shape["SHAPE"]
+    m, n, options = sizes
     split = {"TILE": (m, n, dim_block), "SPLIT": (_SEGMENTS, _SEGMENT_KEYS)}
-    # The grid depends on the table's shape alone, so that it can be captured; rows without keys leave at once.
-    room = min(_SEGMENTS, triton.cdiv(block_table.shape[1] * block_size, _SEGMENT_KEYS))
+    room = min(_SEGMENTS, triton.cdiv(table.shape[1] * block_size, _SEGMENT_KEYS))
     parts = _part_buffers(num_seqs, num_q_heads, room, dim_block, q.device)
     _paged_attention[(num_seqs * num_kv_heads, room)](**arguments, **shape, parts=parts, room=room, **split, **options)
     _join_segments[(num_seqs, num_q_heads)](
-        *(out, parts, room, cu_seqlens_q, seq_lens, statics[1], variant.sinks),
+        *(out, parts, room, cu_seqlens_q, seq_lens, arguments["statics"][1], arguments["sinks_ptr"]),
         **shape,
         **split,
         num_warps=4,
         **triton_targets.FUSED,
     )
-    return out
