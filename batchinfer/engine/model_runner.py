@@ -179,12 +179,14 @@ class ModelRunner:
         """Does nothing where that is done already. All earlier tokens of rows with penalties are to be known."""
         if not part.waits:
             return
+        began = self._queue.stamp()
         part.planned = list(self._plan(part))
         slots = self._queue.upload(part.output.slots[part.output.samples].astype(np.int64)) if self._overlaps else None
 
         def run() -> list[Tensor]:
             hidden, part.last_hidden = part.last_hidden, None
             assert hidden is not None
+            part.sample_laps.add(began, self._queue.stamp())
             found, start = list[Tensor](), 0
             for planned in part.planned:
                 rows = slice(start, start := start + len(planned.entries))

@@ -2,6 +2,7 @@
 the step loop. Called by the engine, on devices whose kernels are compiled on first use."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -55,14 +56,14 @@ def _idle_pass(model: Model, cache: Any, num_tokens: int, num_seqs: int) -> tupl
 
 
 def _sample(logits: Tensor) -> None:
-    """By every rule: greedily, drawn with filters and with changes."""
+    """By every rule: greedily, drawn with and without filters, and with each set of changes."""
     rows, device = len(logits), logits.device
-    one = RowTokens(torch.arange(rows + 1, device=device), torch.zeros(rows, dtype=torch.int64, device=device))
-    ones = torch.ones(rows, device=device)
-    changes = LogitChanges(sampling.Bias(one, ones), sampling.Penalties(one, ones, ones, ones, ones), one)
-    keys = torch.zeros(rows, dtype=torch.int64, device=device)
+    ones, keys = torch.ones(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+    one = RowTokens(torch.arange(rows + 1, device=device), keys)
+    bias, penalties = sampling.Bias(one, ones), sampling.Penalties(one, ones, ones, ones, ones)
     token_ids, _ = sampling.greedy(logits)
-    for change in (None, changes):
-        sampling.sample(logits, ones, ones / 2, keys + 1, ones / 2, keys, keys, change)
-        sampling.sample(logits, ones, ones * 0, keys, ones, keys, keys, change)
+    for kinds in product((None, bias), (None, penalties), (None, one)):
+        changes = LogitChanges(*kinds) if any(kinds) else None
+        sampling.sample(logits, ones, ones / 2, keys + 1, ones / 2, keys, keys, changes)
+        sampling.sample(logits, ones, ones * 0, keys, ones, keys, keys, changes)
     sampling.token_logprobs(logits[:1].float(), token_ids[:1], 1)

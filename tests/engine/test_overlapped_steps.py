@@ -122,7 +122,7 @@ def test_answers_equal_the_plain_loops(name, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 42))
+@pytest.mark.parametrize("seed", range(2, 22))
 def test_answers_equal_the_plain_loops_in_many_runs(seed):
     rng = random.Random(seed)
     for name in SETTINGS:
@@ -252,7 +252,7 @@ class InterruptedModel(StandInModel):
 
     def forward(self, batch, cache, prompt_lens):
         self.num_passes += 1
-        if self.num_passes == 4:
+        if self.num_passes == 2:  # with it a prompt that the first pass began
             raise KeyboardInterrupt
         return super().forward(batch, cache, prompt_lens)
 
@@ -261,13 +261,14 @@ class InterruptedModel(StandInModel):
 @pytest.mark.parametrize("place", ["in a CPU's work", "launching", "waiting"])
 def test_an_interrupted_step_can_be_abandoned(steps, place, monkeypatch):
     """As when somebody presses Ctrl-C in the middle of it. Keys and values that were never written are not served."""
+    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 16}
     if place == "in a CPU's work":
-        engine, pool = make_engine(max_steps_in_flight=steps, max_num_seqs=3, model=InterruptedModel(4))
+        engine, pool = make_engine(max_steps_in_flight=steps, model=InterruptedModel(4), **settings)
     elif place == "launching":
-        engine, pool = make_overlapped(PromptLane(), steps, max_num_seqs=3, model=InterruptedModel(4))
+        engine, pool = make_overlapped(PromptLane(), steps, model=InterruptedModel(4), **settings)
     else:
-        engine, pool = make_overlapped(LateLane(), steps, max_num_seqs=3)
-        interrupt_fourth_wait(monkeypatch)
+        engine, pool = make_overlapped(LateLane(), steps, **settings)
+        interrupt_second_wait(monkeypatch)
     unlucky = [make_request(30 + i, [i, 2] * 7, 9, frequency_penalty=0.5) for i in range(7)]
     with pytest.raises(KeyboardInterrupt):
         run(engine, unlucky)
@@ -279,12 +280,12 @@ def test_an_interrupted_step_can_be_abandoned(steps, place, monkeypatch):
     assert answers(run(engine, requests)) == answers(run(make_engine(max_num_seqs=32)[0], requests))
 
 
-def interrupt_fourth_wait(monkeypatch) -> None:
+def interrupt_second_wait(monkeypatch) -> None:
     calls, finish = [], InFlightStep.finish
 
     def interrupted(self):
         calls.append(self)
-        if len(calls) == 4:
+        if len(calls) == 2:
             raise KeyboardInterrupt
         return finish(self)
 
