@@ -2,12 +2,12 @@
 
 quantize_weight and quantized_linear run products in 8 bits: int8 weights made at load, activations quantised on the
 fly. pack_weight and packed_linear keep a checkpoint's own 4- or 8-bit numbers, or bf16, in memory and run products in
-the activations' format.
+the activations' format. pack_fp8_weight and fp8_linear run products in e4m3, of 4-bit numbers too.
 """
 
 import torch
-from batchinfer.kernels.quantized_linear import cpu, packed, reference
-from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight
+from batchinfer.kernels.quantized_linear import cpu, fp8, packed, reference
+from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight, Int8GpuWeight
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight, concatenate
 from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
@@ -15,11 +15,15 @@ from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
 __all__ = [
     "Fp8Weight",
     "GpuWeight",
+    "Int8GpuWeight",
     "IntegerWeight",
     "PackedWeight",
     "QuantizedWeight",
     "can_pack_bf16",
+    "check_fp8_device",
     "concatenate",
+    "fp8_linear",
+    "pack_fp8_weight",
     "pack_weight",
     "packed_linear",
     "quantize_weight",
@@ -27,19 +31,26 @@ __all__ = [
 ]
 
 
-def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
+def quantize_weight(weight: torch.Tensor) -> QuantizedWeight | Int8GpuWeight:
     """weight: [num_outputs, num_inputs], bf16, fp16 or fp32. Symmetric: the largest magnitude of each group of 192
     inputs of an output becomes 127.
 
     Before that a Walsh-Hadamard transform, which is orthogonal, rotates each 64 inputs of weight and activations alike:
     it leaves products as they are and spreads outliers over the 64 (QuaRot, arXiv 2404.00456).
     """
+    if weight.is_cuda:
+        from batchinfer.kernels.quantized_linear import gpu_int8  # here, as it brings Triton
+
+        return gpu_int8.quantize_weight(weight)
     backend = cpu if cpu.can_run(weight) else reference
     return backend.quantize_weight(weight)
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: QuantizedWeight | Int8GpuWeight,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T + b with 8-bit operands, integer sums, and float32 beyond them.
 
@@ -48,6 +59,11 @@ def quantized_linear(
     of its own (its largest magnitude / 127), so that a row's result does not depend on other rows.
     """
     out = _checked_out(x, weight, bias, out)
+    if isinstance(weight, Int8GpuWeight):
+        from batchinfer.kernels.quantized_linear import gpu_int8  # here, as it brings Triton
+
+        gpu_int8.quantized_linear(x, weight, bias, out)
+        return out
     backend = cpu if cpu.can_run(x) else reference
     backend.quantized_linear(x, weight, bias, out)
     return out
@@ -90,9 +106,46 @@ def packed_linear(
     return out
 
 
+def check_fp8_device(device: torch.device) -> None:
+    """Raises ValueError where fp8_linear does not run: a GPU whose matrix instructions take no e4m3."""
+    if device.type == "cuda":
+        from batchinfer.kernels.quantized_linear import gpu_fp8  # here, as it brings Triton
+
+        gpu_fp8.check_device()
+
+
+def pack_fp8_weight(weight: IntegerWeight | Fp8Weight | torch.Tensor) -> PackedWeight | GpuWeight:
+    """The form that fp8_linear reads, where the weight is. Numbers of up to 4 bits and fp8 stay what they are; others,
+    and a tensor [N, K] of bf16, fp16 or fp32, become e4m3 with a scale an output, its largest magnitude / 448.
+
+    Raises ValueError on groups of other than whole 32 inputs on a GPU.
+    """
+    return fp8.pack_fp8_weight(weight)
+
+
+def fp8_linear(
+    x: torch.Tensor, weight: PackedWeight | GpuWeight, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x W^T + b with operands in e4m3: of x with a scale a token, its largest magnitude / 448; of W the numbers that
+    the checkpoint has, less their zeros, whose scales multiply each group's sum. Sums are float32 from groups (at least
+    each 128 inputs) on. A CPU computes the same in float32.
+
+    Arguments as packed_linear's. A token with NaN or infinity has NaN results.
+    """
+    out = _checked_out(x, weight, bias, out)
+    if isinstance(weight, GpuWeight):
+        from batchinfer.kernels.quantized_linear import gpu_fp8  # here, as it brings Triton
+
+        gpu_fp8.fp8_linear(x, weight, bias, out)
+        return out
+    backend = cpu if cpu.can_run(x) else reference
+    backend.fp8_linear(x, weight, bias, out)
+    return out
+
+
 def _checked_out(
     x: torch.Tensor,
-    weight: QuantizedWeight | PackedWeight | GpuWeight,
+    weight: QuantizedWeight | Int8GpuWeight | PackedWeight | GpuWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:

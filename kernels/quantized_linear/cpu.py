@@ -1,4 +1,4 @@
-"""Native CPU backend of quantize_weight, quantized_linear and packed_linear."""
+"""Native CPU backend of quantize_weight, quantized_linear, packed_linear and fp8_linear."""
 
 import ctypes
 import functools
@@ -7,6 +7,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 from batchinfer.kernels.common import native
+from batchinfer.kernels.quantized_linear import reference
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
 from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
 
@@ -100,3 +101,8 @@ def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
         *(x.data_ptr(), len(x), ctypes.byref(Packed.of(weight, bias)), out.data_ptr()),
         *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], torch.get_num_threads()),
     )
+
+
+def fp8_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """See the package's `fp8_linear`: the products run in float32, which shows what e4m3 does to results."""
+    reference.fp8_linear(x, weight, bias, out, packed_linear)

@@ -1,7 +1,9 @@
 """Triton backend of packed_linear: weights are unpacked to the activations' format in registers, as the left operand of
-the products, so that few rows of activations still fill the matrix instructions.
+the products, so that few rows of activations still fill the matrix instructions. From LIBRARY_ROWS rows on a weight is
+written out once a call, and the library multiplies.
 
-How many parts the inputs are cut into depends on the weight and on whether there are more than SPLIT_ROWS rows.
+Which of the two ways a call takes, and how many parts the inputs are cut into, depend on the weight and the number of
+rows.
 """
 
 # Kernels have types of their own.
@@ -11,15 +13,26 @@ import torch
 import triton
 import triton.language as tl
 from batchinfer.kernels.common import triton_targets
-from batchinfer.kernels.common.triton_codes import decode
+from batchinfer.kernels.quantized_linear import gpu_tiles
+from batchinfer.kernels.quantized_linear.gpu_dequantize import byte, dequantize, scaled, small
+from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N
 from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight, pack_weight
 
-__all__ = ["pack_weight", "packed_linear"]
+__all__ = ["LIBRARY_ROWS", "pack_weight", "packed_linear"]
 
-SPLIT_ROWS = 64  # up to here the device is filled by cutting the inputs
-_PROGRAMS = 256  # that fill a device
-_MOST_SPLITS = 8
-_BLOCK_N = 128
+# Predicted, not measured: with the weight written out, 2.5 bytes a number are moved beyond the product itself. With the
+# library at 80% of the matrix rate P and the fused kernel at a share f of it, that is won back above so many rows:
+# 2.5 P / (2 B) / (1 / f - 1.25), B the bandwidth; f = 0.5, P and B of datasheets: A100, RTX 4090, H200, B200, MI300X.
+LIBRARY_ROWS = {"ampere": 260, "small": 270, "hopper": 350, "blackwell": 470, "cdna3": 410}
+# Of each generation: most rows of a tile, warps of smaller tiles and of that, stages of the pipeline.
+_TILES = {
+    "ampere": (128, 4, 8, 3),
+    "small": (128, 4, 8, 2),
+    "hopper": (128, 4, 8, 4),
+    "blackwell": (128, 4, 8, 4),
+    "cdna3": (128, 4, 8, 1),
+}
+_FLOAT32_TILES = dict.fromkeys(_TILES, (32, 4, 4, 1))
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_stride"], do_not_specialize_on_alignment=["x_stride"])
@@ -58,27 +71,16 @@ def _packed_linear(
     for pair in range(first, tl.minimum(first + share, pairs)):
         if KIND == "int4":
             packed = tl.load(values + pair * RUN, is_n, 0)
-            low, high = _small(packed & 15), _small(packed >> 4)
+            low, high = small(packed & 15), small(packed >> 4)
         else:
-            low = _byte(tl.load(values + pair * 2 * RUN, is_n, 0), KIND, NATIVE)
-            high = _byte(tl.load(values + pair * 2 * RUN + RUN, is_n, 0), KIND, NATIVE)
+            low = byte(tl.load(values + pair * 2 * RUN, is_n, 0), KIND, NATIVE)
+            high = byte(tl.load(values + pair * 2 * RUN + RUN, is_n, 0), KIND, NATIVE)
         total = _add_product(total, low, 2 * pair, parameters, n, x_row, is_m, N, K, RUN, GROUP_RUNS)
         total = _add_product(total, high, 2 * pair + 1, parameters, n, x_row, is_m, N, K, RUN, GROUP_RUNS)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n, n < N, 0.0)[:, None]
     row = tl.program_id(2).to(tl.int64) * num_rows + m
     tl.store(out_ptr + row[None, :] * N + n[:, None], total.to(out_ptr.dtype.element_ty), is_n & is_m)
-
-
-@triton.jit
-def _small(values):
-    """Whole numbers below 1024 to float32 without the slow conversion: they are the last bits of 1024 + value."""
-    return (values.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True).to(tl.float32) - 1024.0
-
-
-@triton.jit
-def _byte(values, KIND: tl.constexpr, NATIVE: tl.constexpr):
-    return decode(values, "e4m3", NATIVE).to(tl.float32) if KIND == "e4m3" else _small(values)
 
 
 @triton.jit
@@ -97,11 +99,7 @@ def _add_product(
 ):
     groups: tl.constexpr = (K + RUN * GROUP_RUNS - 1) // (RUN * GROUP_RUNS)
     group = tl.minimum(run // GROUP_RUNS, groups - 1) * N + n  # a run of filling belongs to none
-    if parameters[1] is not None:
-        values -= tl.load(parameters[1] + group, n < N, 0.0)[:, None]
-    values *= tl.load(parameters[0] + group, n < N, 0.0)[:, None]
-    if parameters[2] is not None:
-        values += tl.load(parameters[2] + group, n < N, 0.0)[:, None]
+    values = scaled(values, parameters, group, n < N)
     k = run * RUN + tl.arange(0, RUN)[:, None]
     x = tl.load(x_row + k, is_m & (k < K), 0.0)
     return tl.dot(values.to(x.dtype), x, total, input_precision="ieee")
@@ -114,41 +112,30 @@ def packed_linear(x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None,
         return
     if weight.permutation is not None:
         x = x[:, weight.permutation]
-    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    row_unit = 8 if x.stride(0) % 8 == 0 else 1
-    split = _splits(weight, num_rows)
-    parts = out if split == 1 else torch.empty((split, num_rows, n), device=x.device)
-    block_m, options = _sizes(num_rows, x.dtype)
-    _packed_linear[(triton.cdiv(n, _BLOCK_N), triton.cdiv(num_rows, block_m), split)](
+    if num_rows >= LIBRARY_ROWS[triton_targets.current().generation] and out.dtype == x.dtype:
+        _library_linear(x, weight, bias, out)
+        return
+    x, row_unit = gpu_tiles.dense_rows(x)
+    split = gpu_tiles.splits(n, num_rows, triton.cdiv(k, 2 * weight.run))
+    parts = gpu_tiles.parts_of(split, out)
+    block_m, options = gpu_tiles.tile(num_rows, _FLOAT32_TILES if x.dtype == torch.float32 else _TILES)
+    _packed_linear[(triton.cdiv(n, BLOCK_N), triton.cdiv(num_rows, block_m), split)](
         *(x, weight.values, weight.scales, weight.zeros, weight.offsets, bias if split == 1 else None, parts),
         *(num_rows, x.stride(0) // row_unit),
         **{"N": n, "K": k, "KIND": weight.kind.name.lower(), "NATIVE": triton_targets.current().has_e4m3},
         **{"RUN": weight.run, "GROUP_RUNS": weight.group_runs, "SPLIT": split, "ROW_UNIT": row_unit},
-        **{"BLOCK_N": _BLOCK_N, "BLOCK_M": block_m},
+        **{"BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
         **options,
         **triton_targets.FUSED,
     )
-    if split > 1:
-        total = parts.sum(0)
-        out.copy_(total if bias is None else total + bias)
+    gpu_tiles.join(parts, bias, out)
 
 
-def _splits(weight: GpuWeight, num_rows: int) -> int:
-    if num_rows > SPLIT_ROWS:
-        return 1
-    tiles = triton.cdiv(weight.num_outputs, _BLOCK_N)
-    pairs = triton.cdiv(weight.num_inputs, 2 * weight.run)
-    split = 1
-    while split < _MOST_SPLITS and tiles * split < _PROGRAMS // 2 and pairs >= 8 * split:
-        split *= 2
-    return split
-
-
-def _sizes(num_rows: int, dtype: torch.dtype) -> tuple[int, dict[str, int]]:
-    """Rows of a tile, and options of the launch."""
-    block_m = max(16, min(128, triton.next_power_of_2(num_rows)))
-    generation = triton_targets.current().generation
-    if dtype == torch.float32:
-        return min(block_m, 32), {"num_warps": 4, "num_stages": 1}
-    stages = {"ampere": 3, "small": 2, "hopper": 4, "blackwell": 4, "cdna3": 1}[generation]
-    return block_m, {"num_warps": 8 if block_m == 128 else 4, "num_stages": stages}
+def _library_linear(x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """x's columns in the order that the weight's are stored in. The allocator gives each call the same scratch."""
+    scratch = torch.empty(weight.num_outputs, weight.num_inputs, dtype=x.dtype, device=x.device)
+    dequantize(weight, scratch)
+    if bias is None:
+        torch.mm(x, scratch.T, out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, scratch.T, out=out)

@@ -1,5 +1,5 @@
-"""The form in which a GPU holds a quantised weight, and the numbers it stands for. Made by pack_weight where the weight
-is on a GPU, read by gpu.py."""
+"""The forms in which a GPU holds a quantised weight, and the numbers they stand for. Made where a weight is on a GPU,
+read by the gpu modules."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from batchinfer.kernels.quantized_linear.packed import Kind
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
+from batchinfer.kernels.quantized_linear.weight import ROTATION
 from torch import Tensor
 
 RUNS = (64, 32)  # inputs that share a scale and are multiplied at once
@@ -41,6 +42,10 @@ class GpuWeight:
             t.nbytes for t in (self.values, self.scales, self.zeros, self.offsets, self.permutation) if t is not None
         )
 
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """What a product with many rows of `dtype` takes beside its operands: the weight in that dtype."""
+        return self.num_outputs * self.num_inputs * dtype.itemsize
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[num_outputs, num_inputs] in the order of the inputs, computed in float32 and rounded once."""
         numbers = self._numbers()
@@ -64,6 +69,28 @@ class GpuWeight:
             return torch.cat((packed & 15, packed >> 4), dim=2).flatten(1).to(torch.float32)
         values = self.values.view(torch.float8_e4m3fn) if self.kind == Kind.E4M3 else self.values
         return values.to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8GpuWeight:
+    """The int8 form of a weight [num_outputs, num_inputs] on a GPU: QuantizedWeight's numbers in another order.
+
+    values: int8 [num_outputs, inputs], filled up with zeros to whole groups; scales: float32 [groups, num_outputs].
+    """
+
+    values: Tensor
+    scales: Tensor
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """As QuantizedWeight.rows."""
+        filled = -(-self.num_inputs // ROTATION) * ROTATION
+        return self.values[:, :filled], self.scales.T
 
 
 def pack_weight(weight: IntegerWeight | Fp8Weight) -> GpuWeight:

@@ -52,6 +52,10 @@ class PackedWeight:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (self.values, self.parameters, self.inputs) if t is not None)
 
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """What a product with many rows of `dtype` takes beside its operands: products unpack blocks as they go."""
+        return 0
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[num_outputs, num_inputs], computed in float32 and rounded once."""
         columns = self._numbers()

@@ -1,7 +1,12 @@
-"""Plain torch specification of quantize_weight, quantized_linear and packed_linear."""
+"""Plain torch specification of quantize_weight, quantized_linear, packed_linear and fp8_linear."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from batchinfer.kernels.common.fp8 import decode_finite
+from batchinfer.kernels.quantized_linear.fp8 import encode_rows
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
 from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, ROTATION, QuantizedWeight
 
@@ -39,6 +44,21 @@ def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tenso
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """See the package's `packed_linear`."""
     out.copy_(F.linear(x.to(torch.float32), weight.dequantize(x.dtype).to(torch.float32), bias))
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    product: Callable[..., Any] = packed_linear,
+) -> None:
+    """See the package's `fp8_linear`. product: packed_linear of a backend; a float32 has each e4m3 number exactly."""
+    codes, scales = encode_rows(x)
+    sums = torch.empty(out.shape, device=x.device)
+    product(decode_finite(codes), weight, None, sums)
+    total = sums.mul_(scales)
+    out.copy_(total if bias is None else total.add_(bias))
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from batchinfer.kernels.layer_norm import gpu as layer_norm_gpu
 from batchinfer.kernels.layer_norm import reference as layer_norm_reference
 from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight
 from batchinfer.kernels.quantized_linear import gpu as linear_gpu
+from batchinfer.kernels.quantized_linear.gpu_tiles import splits
 from batchinfer.kernels.rms_norm import gpu as norm_gpu
 from batchinfer.kernels.rms_norm import reference as norm_reference
 from batchinfer.kernels.rotary import gpu as rotary_gpu
@@ -124,7 +125,7 @@ def test_packed_linear_of_fp8(num_rows, block):
 
 def test_packed_linear_cuts_many_inputs_of_few_rows():
     weight = integer_weight(4, 128, 64, 4096, "zeros", False)
-    assert linear_gpu._splits(linear_gpu.pack_weight(weight), 2) == 8
+    assert splits(64, 2, 4096 // 128) == 8
     check_linear(weight, torch.float16, 2, biased=True)
 
 
