@@ -81,7 +81,8 @@ class Batch {
     void share_keys() {
         std::vector<Tile*> tile_of(size_t(p_.num_seqs), nullptr);
         for (Tile& tile : tiles_) tile_of[size_t(tile.sequence)] = &tile;
-        for (const SharedKeys& shared : Sharing(p_).groups()) {
+        const Sharing sharing(p_);
+        for (const SharedKeys& shared : sharing.groups()) {
             std::vector<Tile*> tiles;
             for (int64_t sequence : shared.sequences) {
                 Tile rest = *tile_of[size_t(sequence)];

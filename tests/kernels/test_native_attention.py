@@ -171,6 +171,45 @@ def test_result_does_not_depend_on_threads_batch_or_split(dtype, cache_dtype):
     assert all(torch.equal(results[0], result) for result in results[1:])
 
 
+# Blocks that sequences take over from sequence 0, of 40, and their lengths: none, a part of a chunk, several chunks within
+# a span, a span, beyond a span, all but the last token's; the last takes more from sequence 4 than both from 0.
+FORKS = [(0, 640), (0, 300), (3, 90), (9, 150), (9, 300), (20, 330), (32, 520), (32, 1100), (39, 631), (40, 641), (12, 640)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("cache_dtype", "block_size"), [(torch.bfloat16, 16), (E4M3, 16), (torch.int8, 80)])
+@pytest.mark.parametrize(("heads_per_kv", "head_dim"), [(1, 64), (3, 64), (70, 32), (8, 80)])
+def test_shared_beginnings_leave_a_row_the_bits_that_it_has_alone(dtype, cache_dtype, block_size, heads_per_kv, head_dim):
+    """Sequences whose tables begin with the same blocks, in a random order among prompts, with sinks and
+    a cap or what caches of 8 bits leave out; heads_per_kv = 70 lets a tile hold two sequences only."""
+    forks = [(blocks * 16 // block_size, length) for blocks, length in FORKS]
+    lens = [length for _, length in forks] + [640, 130]
+    q, k, v, table, _, _, *rest = make_batch(
+        [1] * len(forks) + [40, 130], lens, 2 * heads_per_kv, 2, head_dim, block_size, dtype, cache_dtype
+    )
+    for row, (blocks, _) in enumerate(forks):
+        table[row, :blocks] = table[0, :blocks]
+    table[10, : 300 // block_size] = table[4, : 300 // block_size]
+    q_lens = torch.tensor([1] * len(forks) + [40, 130])
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), q_lens.cumsum(0)])
+    beside = {"k_offset": torch.randn(5, 2, head_dim)} if cache_dtype.itemsize == 1 else {}
+    beside |= {} if beside else {"sinks": torch.randn(2 * heads_per_kv), "soft_cap": 9.0}
+
+    def attend(rows):
+        queries = torch.cat([q[first[row] : first[row + 1]] for row in rows])
+        starts = torch.tensor([0, *q_lens[rows]]).cumsum(0).to(torch.int32)
+        seq_lens = torch.tensor(lens, dtype=torch.int32)[rows]
+        out = paged_attention(queries, k, v, table[rows], starts, seq_lens, *rest, **beside)
+        return out.split(q_lens[rows].tolist())
+
+    rows = torch.randperm(len(lens), generator=torch.Generator().manual_seed(1))
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for row, found in zip(rows.tolist(), attend(rows), strict=True):
+            assert not found.isnan().any()
+            assert torch.equal(found, attend(torch.tensor([row]))[0])
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
 def test_bf16_prompt_is_the_same_in_chunks_of_any_size(cache_dtype):
     q, k, v, table, _, _, *rest = make_batch([600], [600], 6, 2, 64, 16, torch.bfloat16, cache_dtype)
