@@ -14,7 +14,7 @@ from batchinfer.sampling_config import SamplingConfig
 from batchinfer.scheduler_config import SchedulerConfig
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
-ACTIVATION_DTYPES = ("auto", "int8")
+ACTIVATION_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("auto", "awq", "gptq", "compressed-tensors", "fp8", "gguf", "none")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
 DEVICES = ("auto", "cpu", "cuda")
@@ -122,7 +122,9 @@ class ModelConfig:
     activation_dtype: str = option(
         "auto",
         "What the products of the linear layers run in; auto is the precision of --dtype. int8 makes int8 weights at "
-        "load and quantises activations on the fly.",
+        "load and quantises activations on the fly. fp8 quantises activations to e4m3, a scale a token; weights of up "
+        "to 4 bits and fp8 stay as they are, others become e4m3, and the head keeps --dtype. It is for GPUs with e4m3 "
+        "(from sm_89 on); a CPU computes the same in float32.",
         choices=ACTIVATION_DTYPES,
         affects_answers=True,
     )

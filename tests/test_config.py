@@ -44,7 +44,7 @@ BROKEN_RULES = [
     (SamplingConfig, {"n": 0}, "n", "from 1 to"),
     (SamplingConfig, {"logprobs": 101}, "logprobs", "from 0 to 100"),
     (ModelConfig, {"dtype": "fp8"}, "dtype", "bf16"),
-    (ModelConfig, {"activation_dtype": "fp8"}, "activation_dtype", "one of auto, int8"),
+    (ModelConfig, {"activation_dtype": "fp4"}, "activation_dtype", "one of auto, int8, fp8"),
     (ModelConfig, {"device": "tpu"}, "device", "cuda"),
     (ModelConfig, {"max_model_len": 1}, "max_model_len", "2 or more"),
     (ModelConfig, {"threads": 0}, "threads", "1 or more"),

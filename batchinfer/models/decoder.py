@@ -46,13 +46,16 @@ class Decoder:
         num_parameters: int,
         weight_bytes: int,
         static_kv_dtypes: Collection[str] = (),
+        scratch_bytes: int = 0,
     ) -> None:
-        """static_kv_dtypes: dtypes of a cache that the attention layers have the checkpoint's own scales for."""
+        """static_kv_dtypes: dtypes of a cache that the attention layers have the checkpoint's own scales for.
+        scratch_bytes: most that a product takes beside its operands and results."""
         self.spec = spec
         self.device = embedding.device
         self.dtype = embedding.dtype
         self.num_parameters = num_parameters  # tied ones counted once
         self.weight_bytes = weight_bytes
+        self.scratch_bytes = scratch_bytes
         self._static_kv_dtypes = frozenset(static_kv_dtypes)
         self._embedding = embedding
         self._layers = layers

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from batchinfer.kernels.quantized_linear import (
     can_pack_bf16,
+    check_fp8_device,
+    fp8_linear,
+    pack_fp8_weight,
     pack_weight,
     packed_linear,
     quantize_weight,
@@ -97,6 +100,10 @@ class PackedLinear:
         """Whether it is faster than Linear."""
         return can_pack_bf16(weight)
 
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """What products with many rows of `dtype` take beside their operands."""
+        return self._weight.scratch_bytes(dtype)
+
     @property
     def nbytes(self) -> int:
         return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
@@ -106,6 +113,33 @@ class PackedLinear:
 
     def fill(self, out: Tensor, x: Tensor) -> None:
         packed_linear(x, self._weight, self._bias, out)
+
+
+class Fp8Linear:
+    """A projection by e4m3 numbers: a checkpoint's own of up to 4 bits or fp8, or made of the weight here, once.
+    Activations are quantised at each call, and sums are float32.
+
+    bias: [out_features] or None.
+    """
+
+    def __init__(self, weight: IntegerWeight | Fp8Weight | Tensor, bias: Tensor | None = None) -> None:
+        self._weight = pack_fp8_weight(weight)
+        self._bias = None if bias is None else bias.to(torch.float32)
+
+    @staticmethod
+    def check(device: torch.device) -> None:
+        """Raises ValueError where a device has no such products."""
+        check_fp8_device(device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._weight.nbytes + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, self._weight, self._bias)
+
+    def fill(self, out: Tensor, x: Tensor) -> None:
+        fp8_linear(x, self._weight, self._bias, out)
 
 
 class SideBySide:

@@ -49,7 +49,7 @@ def load_decoder(
     if scheme is None:
         check_described(source.names, source.where)
     else:
-        activations = _activations(spec, dtype, activation_dtype)
+        activations = _activations(spec, dtype, activation_dtype, device)
         report(f"weights: {scheme.method}, {scheme.description}; activations {activations}")
     return build_decoder(
         spec,
@@ -114,7 +114,9 @@ def checkpoint_options(path: Path, config: ModelConfig) -> dict[str, OptionValue
     return {name: OptionValue(value, "checkpoint") for name, value in values.items()}
 
 
-def _activations(spec: DecoderSpec, dtype: str, activation_dtype: str) -> str:
+def _activations(spec: DecoderSpec, dtype: str, activation_dtype: str, device: str) -> str:
+    if activation_dtype == "fp8":
+        return "fp8 with a scale a token" + (", computed in float32 on a CPU" if device == "cpu" else "")
     if activation_dtype != "auto":
         return f"and weights {activation_dtype}, made from them at load"
     if spec.dtype == "fp16" and dtype == "bf16":

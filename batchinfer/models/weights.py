@@ -11,7 +11,7 @@ from batchinfer.kernels.quantized_linear.stored import concatenate
 from batchinfer.models.attention import Attention
 from batchinfer.models.decoder import Decoder, DecoderLayer
 from batchinfer.models.families.common import WeightNames
-from batchinfer.models.linear import Int8Linear, Linear, PackedLinear, Projection, SideBySide
+from batchinfer.models.linear import Fp8Linear, Int8Linear, Linear, PackedLinear, Projection, SideBySide
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.kv_scales import KVScales, are_usable, take_kv_scales
@@ -29,11 +29,16 @@ def build_decoder(
     scheme: QuantizationScheme | None = None,
     kv_scale_dtypes: Collection[str] = (),
 ) -> Decoder:
-    """activation_dtype: one of config.ACTIVATION_DTYPES, what all products run in; the embedding and the norms keep
-    `dtype`. scheme: how the source's linear layers are quantised; None: not at all. kv_scale_dtypes: dtypes of the KV
-    cache that the source's KV scales fit, where it has some. Raises BatchInferError naming a parameter without a
-    tensor, a tensor of another shape, or a tensor that no parameter takes; UsageError where the device's kernels do not
-    take the quantised form."""
+    """activation_dtype: one of config.ACTIVATION_DTYPES, what all products run in, but with fp8 the head's; the
+    embedding and the norms keep `dtype`. scheme: how the source's linear layers are quantised; None: not at all.
+    kv_scale_dtypes: dtypes of the KV cache that the source's KV scales fit, where it has some. Raises BatchInferError
+    naming a parameter without a tensor, a tensor of another shape, or a tensor that no parameter takes; UsageError
+    where the device's kernels do not take the quantised form, or have no products of fp8."""
+    if activation_dtype == "fp8":
+        try:
+            Fp8Linear.check(device)
+        except ValueError as error:
+            raise UsageError(f"--activation-dtype fp8: {error}; leave it at auto, or take int8") from error
     builder = _Builder(spec, source, dtype, device, activation_dtype, names or WeightNames(), scheme)
     return builder.build(kv_scale_dtypes)
 
@@ -60,18 +65,21 @@ class _Builder:
         self._kv_scales: list[KVScales | None] = []
         self._num_parameters = 0
         self._weight_bytes = 0
+        self._scratch_bytes = 0
 
     def build(self, kv_scale_dtypes: Collection[str]) -> Decoder:
         spec, names = self._spec, self._names
         embedding, stored = self._embedding()
         layers = [self._layer(layer) for layer in range(spec.num_layers)]
         final_norm = self._vector(names.final_norm, spec.hidden_size)
+        if self._activation_dtype == "fp8":  # errors of the head's product would be the logits'
+            self._activation_dtype = "auto"
         lm_head = self._lm_head(embedding, stored)
         if self._unused:
             raise BatchInferError(f"{self._source.where}: tensor {min(self._unused)} has no place in this model")
         static_dtypes = kv_scale_dtypes if are_usable(self._kv_scales, self._source.where) else ()
         sizes = (self._num_parameters, self._weight_bytes)
-        return Decoder(spec, embedding, layers, final_norm, lm_head, *sizes, static_dtypes)
+        return Decoder(spec, embedding, layers, final_norm, lm_head, *sizes, static_dtypes, self._scratch_bytes)
 
     def _embedding(self) -> tuple[Tensor, Stored | None]:
         """The table that rows are looked up in, in the model's precision, and the quantised form that it came from."""
@@ -167,17 +175,25 @@ class _Builder:
 
     def _quantized_projection(self, name: str, weight: Stored, bias: Tensor | None) -> Projection:
         """name: of the first module in it, for messages."""
-        if self._activation_dtype == "auto":
+        if self._activation_dtype == "int8":
+            projection: Projection = Int8Linear(weight.dequantize(), bias)
+        else:
             try:
-                projection: Projection = PackedLinear(weight, bias)
+                projection = self._stored_projection(weight, bias)
             except ValueError as error:
                 raise UsageError(
                     f"{self._source.where}: {name}: {error}; run it with --device cpu, or quantise the 16-bit model in "
                     "such groups"
                 ) from error
-        else:
-            projection = Int8Linear(weight.dequantize(), bias)
         self._weight_bytes += projection.nbytes - (0 if bias is None else bias.nbytes)
+        return projection
+
+    def _stored_projection(self, weight: Stored, bias: Tensor | None) -> Projection:
+        """By the checkpoint's own numbers."""
+        if self._activation_dtype == "fp8":
+            return Fp8Linear(weight, bias)
+        projection = PackedLinear(weight, bias)
+        self._scratch_bytes = max(self._scratch_bytes, projection.scratch_bytes(self._dtype))
         return projection
 
     def _projection(self, weight: Tensor, bias: Tensor | None, is_shared: bool = False) -> Projection:
@@ -185,7 +201,9 @@ class _Builder:
         own = Linear(weight, bias)
         if self._activation_dtype == "auto" and not PackedLinear.is_best_for(weight):
             return own
-        made = (PackedLinear if self._activation_dtype == "auto" else Int8Linear)(weight, bias)
+        kinds: dict[str, type[PackedLinear | Int8Linear | Fp8Linear]]
+        kinds = {"auto": PackedLinear, "int8": Int8Linear, "fp8": Fp8Linear}
+        made = kinds[self._activation_dtype](weight, bias)
         self._weight_bytes += made.nbytes - (0 if is_shared else own.nbytes)
         return made
 

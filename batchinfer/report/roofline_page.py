@@ -80,6 +80,8 @@ def _advice(stats: Mapping[str, Any], peaks: DevicePeaks | None) -> str:
         return f"The job ran on {stats['machine']} and this page was made on {here}, whose peaks say nothing about it."
     if peaks is None:
         return "The peaks of this machine have not been measured."
-    if stats["options"].get("activation_dtype", {}).get("value") == "int8":
-        return "The products of the layers ran in int8, which may go beyond a peak of arithmetic in another precision."
+    activations = stats["options"].get("activation_dtype", {}).get("value")
+    if activations in ("int8", "fp8"):
+        layers = f"The products of the layers ran in {activations}"
+        return layers + ", which may go beyond a peak of arithmetic in another precision."
     return ""
