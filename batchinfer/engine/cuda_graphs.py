@@ -40,6 +40,10 @@ class GraphPlan:
     sizes: tuple[int, ...]
     widths: tuple[int, ...]
 
+    @property
+    def count(self) -> int:
+        return len(self.sizes) * len(self.widths)
+
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Of a graph's rows less than a half fill it up, and from 65 sequences on less than a fifth."""

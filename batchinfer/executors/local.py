@@ -2,6 +2,7 @@
 the LLM class and evaluation/."""
 
 import os
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -126,11 +127,19 @@ def build_engine(
         sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks)
         for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):
             report(line)
-    engine = _engine(config, model, cache, size.max_model_len, overlaps)
+    engine = _engine(config, model, cache, size.max_model_len, overlaps, report)
     return LocalEngine(engine, model.tokenizer, model.device, cache.nbytes, step_work(decoder, spec))
 
 
-def _engine(config: JobConfig, model: LoadedModel, cache: "PagedKVCache", max_model_len: int, overlaps: bool) -> Engine:
+def _engine(
+    config: JobConfig,
+    model: LoadedModel,
+    cache: "PagedKVCache",
+    max_model_len: int,
+    overlaps: bool,
+    report: Callable[[str], None],
+) -> Engine:
+    """On a GPU with its kernels compiled and its graphs captured."""
     from batchinfer.cache.block_pool import BlockPool
 
     decoder, spec, scheduler = model.decoder, cache.spec, config.scheduler
@@ -144,10 +153,13 @@ def _engine(config: JobConfig, model: LoadedModel, cache: "PagedKVCache", max_mo
         return Engine(*common, **arguments)
     from batchinfer.executors.gpu_steps import STEPS_IN_FLIGHT, gpu_steps
 
+    start = time.perf_counter()
     steps = gpu_steps(decoder, spec, scheduler.max_num_seqs, max_model_len, config.model.enforce_eager)
     in_flight = STEPS_IN_FLIGHT if overlaps else 1
     engine = Engine(*common, in_flight, **arguments, queue=steps.queue, graphs=steps.graphs)
     engine.warm_up()
+    graphs = f", {steps.graphs.count} graphs of decode steps captured" if steps.graphs else ""
+    report(f"GPU made ready in {time.perf_counter() - start:.1f} s: kernels compiled{graphs}")
     return engine
 
 

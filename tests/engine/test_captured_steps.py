@@ -10,12 +10,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.cache.paged_kv import PagedKVCache
-from batchinfer.config import SchedulerConfig
+from batchinfer.config import JobConfig, SchedulerConfig
 from batchinfer.engine.cuda_graphs import DecodeGraphs, GraphPlan
 from batchinfer.engine.engine import Engine
 from batchinfer.engine.persistent_batch import StepInputs
 from batchinfer.engine.staged_queue import StagedQueue
 from batchinfer.engine.warm_up import warm_up
+from batchinfer.executors import gpu_steps, local
+from batchinfer.executors.local import LoadedModel
 from batchinfer.models.families.registry import parse_config
 from batchinfer.models.weights import build_decoder
 
@@ -98,6 +100,29 @@ def test_answers_equal_the_plain_loops(decoder, num_blocks, steps, eagerness):
         assert (a.token_ids, a.logprobs, a.finish_reason, a.text) == (b.token_ids, b.logprobs, b.finish_reason, b.text)
         if request.params.prompt_logprobs:
             assert a.prompt_logprobs.per_token.tobytes() == b.prompt_logprobs.per_token.tobytes()
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_engine_of_a_gpu_gives_the_cpus_answers(decoder, enforce_eager, monkeypatch):
+    """As executors/ builds it, warm-up included, with the CUDA parts played."""
+    capture, lines = FakeCapture(), []
+    lane = LateLane(3, 0.5)
+    monkeypatch.setattr(gpu_steps, "CudaLane", lambda device: lane)
+    monkeypatch.setattr(gpu_steps, "CudaCapture", lambda: capture)
+    options = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "block_size": BLOCK_SIZE, "admission": "greedy"}
+    config = JobConfig.from_options({**options, "enforce_eager": enforce_eager})
+    answers = []
+    for device in ("cpu", "cuda"):
+        model = LoadedModel(decoder, PieceTokenizer(), device, 0, frozenset({7}))
+        engine = local._engine(config, model, make_cache(decoder), 50, True, lines.append)
+        requests = [make_request(i, [i, 5, 9] * (1 + i), 12, frequency_penalty=0.2 * (i % 2)) for i in range(8)]
+        answers.append({request_id: r.token_ids for request_id, r in run(engine, requests).items()})
+    assert answers[0] == answers[1]
+    assert lane.num_waits > 5
+    assert (capture.num_replayed > 5) != enforce_eager
+    (line,) = lines
+    assert line.startswith("GPU made ready in ")
+    assert line.endswith("compiled" if enforce_eager else "4 graphs of decode steps captured")  # of 1, 2, 4 and 5 rows
 
 
 def step_inputs(num_seqs: int, blocks: np.ndarray, last_token: int = 9) -> StepInputs:
