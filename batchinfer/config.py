@@ -17,6 +17,7 @@ DTYPES = ("auto", "bf16", "fp16", "fp32")
 ACTIVATION_DTYPES = ("auto", "int8", "fp8")
 QUANTIZATIONS = ("auto", "awq", "gptq", "compressed-tensors", "fp8", "gguf", "none")
 ON_TOO_LONG = ("error", "truncate-left", "truncate-right")
+LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 _UNSET_SAMPLING = SamplingConfig()
 _DEFAULT_CACHE = CacheConfig()
@@ -128,6 +129,13 @@ class ModelConfig:
         choices=ACTIVATION_DTYPES,
         affects_answers=True,
     )
+    load_format: str = option(
+        "auto",
+        "dummy draws weights at random in the shapes of the model's config.json, which is then all that --model needs "
+        "to have: for measuring speed. Without a tokenizer, a token is a byte.",
+        choices=LOAD_FORMATS,
+        affects_answers=True,
+    )
     device: str = option("auto", "Where the model runs; auto takes the GPU if there is one.", choices=DEVICES)
     max_model_len: int | None = option(
         None,
@@ -150,6 +158,7 @@ class ModelConfig:
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("quantization", self.quantization, QUANTIZATIONS)
         require_choice("activation_dtype", self.activation_dtype, ACTIVATION_DTYPES)
+        require_choice("load_format", self.load_format, LOAD_FORMATS)
         require_choice("device", self.device, DEVICES)
         require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")
         require(self.threads is None or self.threads > 0, "threads", self.threads, "1 or more")

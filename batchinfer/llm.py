@@ -41,7 +41,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = _config({**options, "model": model})
-        files = resolve_model(config.model.model, _say, config.model.quantization)
+        files = resolve_model(config.model.model, _say, config.model.quantization, config.model.load_format)
         self.model_path: Path = files.path
         self._config = config
         self._local = load_engine(config, files, _say)

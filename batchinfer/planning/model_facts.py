@@ -77,7 +77,7 @@ class ModelFacts:
 def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
     """Finds or fetches the model's files and reads their heads. Errors as a run's."""
     options = config.model
-    files = resolve_model(options.model, report, options.quantization)
+    files = resolve_model(options.model, report, options.quantization, options.load_format)
     spec = load_spec(files.path, [name for name in options.allow_config_fields.split(",") if name])
     scheme = load_scheme(files.path, options.quantization)
     dtype = own_dtype(files.path, spec, scheme is not None) if options.dtype == "auto" else options.dtype
