@@ -15,6 +15,7 @@ import numpy.typing as npt
 from batchinfer.agreement import TokenKeeper, mean_agreement, reference_options
 from batchinfer.config import JobConfig
 from batchinfer.data.claim import check_output
+from batchinfer.data.earlier_lengths import EarlierLengths
 from batchinfer.data.feeder import Feeder
 from batchinfer.data.files import with_file_contents
 from batchinfer.data.job_input import JobInput, default_output
@@ -132,6 +133,8 @@ class _Run:
         _say(f"options: {options.describe()}")
         with self.phases.timed("input"):
             self.input = JobInput.read(self._config.input, self._config.sampling.seed, _say, output)
+            earlier, rows = self._config.scheduler.lengths_from, self.input.rows
+            self._earlier_lengths = None if earlier is None else EarlierLengths(earlier, rows)
         self._fingerprint_options = with_file_contents(self._config.fingerprint_options())
         self._statistics = RequestStatistics()
 
@@ -259,6 +262,7 @@ class _Run:
             param_columns=self.input.param_columns,
             seed=self._config.sampling.seed,
             on_too_long=self._config.input.on_too_long,
+            earlier_lengths=self._earlier_lengths,
         )
         return Feeder(self.input.shard_set.shards, self.input.selection, builder, wanted)
 

@@ -84,6 +84,7 @@ class Request:
 
     prompt_token_ids: int32 [num_prompt_tokens], at least one token, all within the vocabulary.
     max_tokens: params.max_tokens bounded by the room left in max_model_len.
+    expected_tokens: of the answer, at most max_tokens, where an earlier run tells; the answer does not depend on it.
     """
 
     id: RequestId
@@ -91,6 +92,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     noise_key: int  # 64 bits, see make_noise_key
+    expected_tokens: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -23,6 +23,12 @@ class SchedulerConfig:
         "expected answers early; input keeps the order of the input.",
         choices=ORDERS,
     )
+    lengths_from: str | None = option(
+        None,
+        "Expect answers as long as those in this output of an earlier run, row by row; else max_tokens, and what the "
+        "rows that have ended show.",
+        metavar="OUTPUT",
+    )
     admission: str = option(
         "forecast",
         "When a further row starts: forecast, where the cache will hold what all running rows are expected to become; "

@@ -16,8 +16,8 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Its tokens are its prompt and its confirmed output, plus `num_in_flight_tokens` that steps in flight will sample.
-    One rule drives it: a step computes tokens [num_computed_tokens, num_tokens) under the token budget."""
+    """Its tokens are its prompt and its confirmed output. While it runs, scheduling/running_table has, by slot, what
+    changes in every step."""
 
     request: Request
     arrival_time: float  # seconds, time.monotonic; when it entered the waiting queue
@@ -30,8 +30,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     slot: int = -1  # row in the persistent batch while running
     block_table: list[int] = field(default_factory=list)  # written by the scheduler
-    num_computed_tokens: int = 0  # KV positions written by finished steps and by steps in flight
-    num_in_flight_tokens: int = 0  # tokens that steps in flight will sample
+    num_in_flight_tokens: int = 0  # tokens that steps in flight will sample for one that was preempted
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache when first admitted
     num_preemptions: int = 0
     num_lost_tokens: int = 0  # of them the KV was given up at the last preemption
@@ -46,10 +45,6 @@ class Sequence:
     @property
     def num_confirmed_tokens(self) -> int:
         return self.num_prompt_tokens + len(self.output_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_confirmed_tokens + self.num_in_flight_tokens
 
     @property
     def max_num_tokens(self) -> int:

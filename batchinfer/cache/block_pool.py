@@ -2,7 +2,7 @@
 scheduler is its one caller, paged_kv owns the bytes."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ids
 
 import numpy as np
@@ -91,20 +91,19 @@ class BlockPool:
         """Takes blocks of undefined content, one reference each. Raises OutOfBlocks, taking none."""
         if num_blocks > self.num_free_blocks:
             raise OutOfBlocks(f"{num_blocks} KV blocks asked for, {self.num_free_blocks} of {self.num_blocks} are free")
-        return [self._take_block() for _ in range(num_blocks)]
-
-    def _take_block(self) -> int:
-        if self._recycled:
-            block = self._recycled.pop()
-        elif self._next_fresh < self.num_blocks:
-            block = self._next_fresh
-            self._next_fresh += 1
-        else:
+        blocks = self._recycled[: -num_blocks - 1 : -1]
+        del self._recycled[len(self._recycled) - len(blocks) :]
+        first = self._next_fresh
+        self._next_fresh = min(first + num_blocks - len(blocks), self.num_blocks)
+        blocks += range(first, self._next_fresh)
+        while len(blocks) < num_blocks:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
-        self._links[block] = None
-        self._ref_counts[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            self._links[block] = None
+            self._ref_counts[block] = 1
+        return blocks
 
     def free(self, block_ids: Ids[int]) -> None:
         """Gives back one reference to each block; findable ones stay so until they are reallocated.
@@ -199,11 +198,12 @@ class BlockPool:
             del self._cached[block]
         self._ref_counts[block] += 1
 
-    def _split(self, token_ids: npt.NDArray[np.int32], num_tokens: int) -> list[bytes]:
+    def _split(self, token_ids: npt.NDArray[np.int32], num_tokens: int) -> Iterator[bytes]:
         """The token ids of each full block."""
         size = self.block_size * TOKEN_BYTES
         data = np.ascontiguousarray(token_ids[:num_tokens], dtype=np.int32).tobytes()
-        return [data[at : at + size] for at in range(0, len(data) - size + 1, size)]
+        for at in range(0, len(data) - size + 1, size):
+            yield data[at : at + size]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each block is in exactly one state (empty + cached + used == num_blocks) and the

@@ -23,16 +23,12 @@ from batchinfer.cli.options import JobCommand, effective_options
     metavar="N",
     help="Tokens of an answer that may end before its max_tokens.  [default: max_tokens]",
 )
-@click.option(
-    "--lengths-from", metavar="OUTPUT", help="Take the answers' lengths from this output of an earlier run, row by row."
-)
 @click.pass_context
 def plan(
     ctx: click.Context,
     json_file: TextIO | None,
     calibrate: bool,
     expected_output_tokens: int | None,
-    lengths_from: str | None,
     **_: object,
 ) -> None:
     """Show what a job will take: rows and their faults, tokens, memory, steps, time, and what would help most.
@@ -43,7 +39,7 @@ def plan(
     from batchinfer.planning.plan import PlanRequest, plan_job  # here, as it brings numpy and torch
     from batchinfer.planning.table import plan_table
 
-    request = PlanRequest(calibrate=calibrate, expected_output_tokens=expected_output_tokens, lengths_from=lengths_from)
+    request = PlanRequest(calibrate=calibrate, expected_output_tokens=expected_output_tokens)
     figures = plan_job(options, request, lambda line: click.echo(f"batchinfer: {line}", err=True))
     if json_file is not None:
         json_file.write(json.dumps(figures, indent=2) + "\n")

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.data.columns import is_missing
+from batchinfer.data.earlier_lengths import EarlierLengths
 from batchinfer.data.messages import parse_messages
 from batchinfer.data.prompt_source import PromptSource, choose_source
 from batchinfer.data.row_params import NO_PARAM_COLUMNS, ParamColumns, choose_param_columns, require_in_vocabulary
@@ -42,6 +43,7 @@ class PromptBuilder:
     param_columns: ParamColumns = NO_PARAM_COLUMNS
     seed: int = 0
     on_too_long: str = "error"
+    earlier_lengths: EarlierLengths | None = None
 
     def __post_init__(self) -> None:
         if self.source.kind == "messages":
@@ -131,7 +133,14 @@ class PromptBuilder:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         places = [RequestId(shard_index, row, sample) for sample in range(params.n)]
         return [
-            Request(place, prompt, params, max_tokens, make_noise_key(place, params.seed, self.seed))
+            Request(
+                place,
+                prompt,
+                params,
+                max_tokens,
+                make_noise_key(place, params.seed, self.seed),
+                None if self.earlier_lengths is None else min(max_tokens, self.earlier_lengths.of(place)),
+            )
             for place in places
         ]
 

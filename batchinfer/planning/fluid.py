@@ -11,7 +11,7 @@ from batchinfer.engine.stats import attention_work
 from batchinfer.planning.prefixes import Sharing
 from batchinfer.planning.simulation import CacheBlocks
 from batchinfer.planning.step_trace import Forecast, IntArray, StepTrace
-from batchinfer.scheduling.forecast import usage_before_endings
+from batchinfer.scheduling.usage import Growing
 
 _ENDING_SHARE = 0.03  # of the running sequences may end within one run of steps
 _WATERMARK = 0.01  # share of the blocks that greedy admission leaves free
@@ -217,7 +217,8 @@ class _Flow:
         if self._config.admission == "greedy":
             return now + int(np.ceil(_WATERMARK * total)) <= total
         growth = np.maximum(running[_LEFT] - (running[_PENDING] > 0), 0)  # a prompt's step samples the first token
-        return shared + int(usage_before_endings(held, growth, running[_SHARED] // size, size).blocks.max()) <= total
+        growing = Growing(held, growth, running[_SHARED] // size, size)
+        return shared + int(growing.usage(np.unique(growth)).blocks.max()) <= total
 
     def _preempt(self) -> None:
         """The sequence admitted last loses its KV and resumes later."""

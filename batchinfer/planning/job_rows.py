@@ -21,25 +21,14 @@ _KEPT_TOKENS = 20_000_000  # of prompts, up to which requests are kept for the e
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedLengths:
-    """How many tokens a row is expected to generate: max_tokens at most.
-
-    of_rows: of each sample of a row in an earlier run, by the place of the row in the job, from the beginning again
-    where the job has more rows or samples. tokens: of every row that may end before its max_tokens. None of both:
-    max_tokens.
-    """
-
-    tokens: int | None = None
-    of_rows: Sequence[Sequence[int]] | None = None
-
-    def of(self, request: Request, place: int) -> int:
-        if self.of_rows:
-            samples = self.of_rows[place % len(self.of_rows)]
-            return min(request.max_tokens, samples[request.id.sample % len(samples)])
-        if self.tokens is None or request.params.ignore_eos:
-            return request.max_tokens
-        return min(request.max_tokens, max(self.tokens, request.params.min_tokens))
+def expected_tokens(request: Request, default: int | None) -> int:
+    """Tokens that a request will generate: what an earlier run tells, else `default` where the answer may end before
+    its max_tokens, else those."""
+    if request.expected_tokens is not None:
+        return request.expected_tokens
+    if default is None or request.params.ignore_eos:
+        return request.max_tokens
+    return min(request.max_tokens, max(default, request.params.min_tokens))
 
 
 @dataclass(slots=True)
@@ -83,8 +72,9 @@ class JobRows:
         self.errors[str(result.error_code)] += 1
 
 
-def read_rows(job: JobInput, builder: PromptBuilder, block_size: int, lengths: ExpectedLengths) -> JobRows:
-    """Reads and tokenises the job's rows, or one in k of more than MOST_ROWS."""
+def read_rows(job: JobInput, builder: PromptBuilder, block_size: int, default_tokens: int | None) -> JobRows:
+    """Reads and tokenises the job's rows, or one in k of more than MOST_ROWS. default_tokens: as in
+    expected_tokens."""
     stride = -(-job.rows.num_rows // MOST_ROWS)
     rows = JobRows(job.rows.num_rows, max(1, stride), prefixes=PrefixTally(block_size))
     kept = 0
@@ -94,7 +84,7 @@ def read_rows(job: JobInput, builder: PromptBuilder, block_size: int, lengths: E
         if isinstance(entry, Result):
             rows.add_error(entry)
             continue
-        rows.add(entry, lengths.of(entry, job.rows.position(entry.id.shard, entry.id.row)))
+        rows.add(entry, expected_tokens(entry, default_tokens))
         kept += entry.num_prompt_tokens
         if kept > _KEPT_TOKENS:
             rows.requests = None

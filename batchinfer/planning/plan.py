@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from batchinfer.config import JobConfig
+from batchinfer.data.earlier_lengths import EarlierLengths
 from batchinfer.data.job_input import JobInput
 from batchinfer.data.prompts import PromptBuilder
-from batchinfer.data.read_output import iter_output
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.errors import UsageError
 from batchinfer.executors.cache_size import memory_budget
@@ -18,7 +18,7 @@ from batchinfer.models.loader import generation_config
 from batchinfer.options import EffectiveOptions
 from batchinfer.planning.advice import advice
 from batchinfer.planning.forecast import JobShape
-from batchinfer.planning.job_rows import ExpectedLengths, JobRows, histogram, read_rows
+from batchinfer.planning.job_rows import JobRows, histogram, read_rows
 from batchinfer.planning.kv_forms import ATTENTION_KINDS, KV_DTYPES
 from batchinfer.planning.model_facts import ModelFacts, find_model
 from batchinfer.planning.scenario import Scenario
@@ -26,34 +26,15 @@ from batchinfer.planning.step_trace import Forecast
 from batchinfer.roofline import DevicePeaks, load_peaks
 
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
-_ALL_ROWS = (range(1 << 62),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked beside the job's options. calibrate: time steps of the loaded model first. expected_output_tokens,
-    lengths_from: how long answers become; at most one of them, else max_tokens. Raises UsageError."""
+    """What is asked beside the job's options. calibrate: time steps of the loaded model first. expected_output_tokens:
+    how long answers become of which lengths_from does not tell, else max_tokens."""
 
     calibrate: bool = False
     expected_output_tokens: int | None = None
-    lengths_from: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.expected_output_tokens is not None and self.lengths_from is not None:
-            raise UsageError("--expected-output-tokens and --lengths-from: give one of them")
-
-    def lengths(self) -> ExpectedLengths:
-        """Raises UsageError where lengths_from is no output."""
-        if self.lengths_from is None:
-            return ExpectedLengths(self.expected_output_tokens)
-        samples: list[list[int]] = []
-        for row in iter_output(self.lengths_from, _ALL_ROWS):
-            if row.result["sample_index"] == 0 or not samples:
-                samples.append([])
-            samples[-1].append(row.result["completion_tokens"] or 0)
-        if not samples:
-            raise UsageError(f"--lengths-from {self.lengths_from}: it has no rows")
-        return ExpectedLengths(of_rows=samples)
 
 
 def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[str], None]) -> dict[str, Any]:
@@ -69,13 +50,14 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
     `measured_on`. `advice`: see advice(). Errors as a run's.
     """
     config = options.config
-    lengths = request.lengths()
+    if request.expected_output_tokens is not None and config.scheduler.lengths_from is not None:
+        raise UsageError("--expected-output-tokens and --lengths-from: give one of them")
     job = JobInput.read(config.input, config.sampling.seed, report, config.output.output)
     if request.calibrate:
         calibrate(config, report)
     model = find_model(config, report)
     scenario = Scenario.make(config, model)
-    rows = read_rows(job, _builder(config, job, scenario), config.cache.block_size, lengths)
+    rows = read_rows(job, _builder(config, job, scenario), config.cache.block_size, request.expected_output_tokens)
     shape = JobShape(rows, model.layers_by_window)
     peaks = find_peaks(config, model, report)
     forecast = scenario.exact(shape) or scenario.flow(shape)
@@ -83,7 +65,7 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
         "model": {"source": model.files.source, "dtype": model.dtype, "quantization": model.method},
         "rows": _row_figures(rows),
         "prompt_tokens": _token_figures(rows),
-        "output_tokens": {"expected": forecast.output_tokens, "source": _length_source(request)},
+        "output_tokens": {"expected": forecast.output_tokens, "source": _length_source(config, request)},
         "prefix_cache": _prefix_figures(shape),
         "kv": _kv_figures(scenario, rows),
         "memory": _budget(scenario),
@@ -105,6 +87,7 @@ def find_peaks(config: JobConfig, model: ModelFacts, report: Callable[[str], Non
 
 def _builder(config: JobConfig, job: JobInput, scenario: Scenario) -> PromptBuilder:
     """As a run has it."""
+    earlier = config.scheduler.lengths_from
     defaults, _ = resolve_sampling(config.sampling, generation_config(scenario.model.files.path))
     return PromptBuilder(
         source=job.source,
@@ -115,6 +98,7 @@ def _builder(config: JobConfig, job: JobInput, scenario: Scenario) -> PromptBuil
         param_columns=job.param_columns,
         seed=config.sampling.seed,
         on_too_long=config.input.on_too_long,
+        earlier_lengths=None if earlier is None else EarlierLengths(earlier, job.rows),
     )
 
 
@@ -140,9 +124,9 @@ def _token_figures(rows: JobRows) -> dict[str, Any]:
     }
 
 
-def _length_source(request: PlanRequest) -> str:
-    if request.lengths_from is not None:
-        return f"the answers in {request.lengths_from}"
+def _length_source(config: JobConfig, request: PlanRequest) -> str:
+    if config.scheduler.lengths_from is not None:
+        return f"the answers in {config.scheduler.lengths_from}"
     tokens = request.expected_output_tokens
     return "max_tokens of each row" if tokens is None else f"--expected-output-tokens {tokens}"
 

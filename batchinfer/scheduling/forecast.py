@@ -1,8 +1,7 @@
 """Admission by forecast: a sequence starts where the cache will hold what all running ones are expected to become. Made
 by the scheduler, as are the other rules."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,72 +11,35 @@ from batchinfer.config import SchedulerConfig
 from batchinfer.scheduling.admission import Admission, Greedy, Reservation, TokenIds, cached_blocks
 from batchinfer.scheduling.lengths import OutputLengths
 from batchinfer.scheduling.running_table import RunningTable
+from batchinfer.scheduling.usage import Growing, IntArray, Room
+from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence
-
-IntArray = npt.NDArray[np.int64]
 
 _AIMED_SHARE = 0.005  # of all computed tokens, to be computed again after preemptions
 _PRIOR_TOKENS = 20_000  # of work at this share that a job is assumed to come with
 _LEAST_CAUTION, _MOST_CAUTION = 1.0, 4.0
 _NEVER = np.iinfo(np.int64).max
 _RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as none has ended
+# Candidates whose lengths are drawn together: so many, and at most one to so many running sequences, as the margin is
+# that of the running ones.
+_MOST_CANDIDATES = 16
+_RUNNING_A_CANDIDATE = 8
 _UPDATE_STEPS = 16  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
 
-class Usage(NamedTuple):
-    """Blocks held at the moments before sequences end; the last to end comes first."""
-
-    blocks: IntArray  # [num_seqs] in use just before this one ends, by all that end with it or later
-    order: IntArray  # [num_seqs] which sequence ends then
-
-
-def usage_before_endings(num_tokens: IntArray, growth: IntArray, uncounted: IntArray, block_size: int) -> Usage:
-    """Sequence i holds num_tokens[i] >= 1 positions now, gains one a step for growth[i] steps and then gives all back;
-    of its blocks, the first uncounted[i] are counted elsewhere.
-
-    Usage rises between two endings, so that its peak is the largest of `blocks`. Sorted by falling growth, those that
-    live to the j-th ending are the first j: sums over them are cumulative sums. With n = q * size + m (m from 1 to
-    size) and t = a * size + b, n + t positions take q + a + 1 blocks, and one more where m + b exceeds the size.
-    """
-    order = np.argsort(-growth, kind="stable")
-    whole, last = np.divmod(num_tokens[order] - 1, block_size)
-    whole_steps, steps = np.divmod(growth[order], block_size)
-    crossing = np.cumsum(last[:, None] + 1 > block_size - np.arange(block_size), axis=0)  # by m and b
-    rank = np.arange(len(order))
-    held = np.cumsum(whole + 1 - uncounted[order])
-    return Usage(held + (rank + 1) * whole_steps + crossing[rank, steps], order)
-
-
-def spread_of_usage(usage: Usage, uncertain: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """One standard deviation of the blocks, where the sequences that are `uncertain` end at random: the number of n
-    that live to a moment at which a share p does is binomial, and each holds about the mean."""
-    alive = np.cumsum(uncertain[usage.order])
-    share = alive / max(1, int(alive[-1]))
-    deviation: npt.NDArray[np.float64] = np.sqrt(alive * (1 - share)) * usage.blocks / np.arange(1, len(alive) + 1)
-    return deviation
-
-
 @dataclass(slots=True)
-class _Running:
-    """The running sequences as the forecast sees them, one entry each."""
+class _Outlook:
+    """The running sequences as the forecast sees them at this step, and the next candidates. growth: of each candidate,
+    as in usage.Growing. blocks_at_ends: held if all running ones were at their ends at once: no peak is higher. room:
+    None as long as even that fits."""
 
-    num_tokens: IntArray
-    growth: IntArray
-    uncounted: IntArray  # blocks that are shared, and counted in `base`
+    running: tuple[IntArray, IntArray, IntArray]  # num_tokens, growth and uncounted of usage.Growing
     uncertain: npt.NDArray[np.bool_]
-    base: int  # blocks in use that no running sequence has alone
-    at_ends: int  # blocks if all were at their ends at once: no peak is higher
-
-    def joined_by(self, num_tokens: int, growth: int, uncounted: int, uncertain: bool, blocks: int) -> "_Running":
-        """With one more, which holds that many blocks at its end."""
-        return _Running(
-            np.append(self.num_tokens, num_tokens),
-            np.append(self.growth, growth),
-            np.append(self.uncounted, uncounted),
-            np.append(self.uncertain, uncertain),
-            self.base,
-            self.at_ends + blocks,
-        )
+    growth: dict[Sequence, int]
+    num_available: int  # blocks that running sequences may have alone
+    blocks_at_ends: int
+    joined: list[tuple[int, int, int]] = field(default_factory=list)  # num_tokens, growth, uncounted
+    room: Room | None = None
 
 
 class Forecast:
@@ -90,17 +52,18 @@ class Forecast:
     of the work so far that was recomputation. Where max_tokens alone ends answers there is no chance, and no margin.
     """
 
-    def __init__(self, table: RunningTable, pool: BlockPool, lengths: OutputLengths) -> None:
+    def __init__(self, table: RunningTable, pool: BlockPool, lengths: OutputLengths, waiting: WaitingQueue) -> None:
         self._table = table
         self._pool = pool
         self._lengths = lengths
-        self._running: _Running | None = None  # at this step; made where it is needed
+        self._waiting = waiting
+        self._outlook: _Outlook | None = None  # at this step; made where it is needed
         self._steps_to_update = _UPDATE_STEPS
         self._refused: tuple[Sequence, int] | None = None  # the last that had to wait, and table.num_changes then
         self._steps_to_retry = 0
 
     def begin_step(self) -> None:
-        self._running = None
+        self._outlook = None
         self._steps_to_update -= 1
         self._steps_to_retry -= 1
 
@@ -112,16 +75,17 @@ class Forecast:
         num_used = pool.num_used_blocks
         cached = cached_blocks(pool, sequence, token_ids)
         num_shared = len(cached) - (pool.num_used_blocks - num_used)
-        if num_shared and self._table.share([block for block in cached if pool.ref_count(block) > 1]):
-            self._running = None
-        with_it = self._join(self._current(num_used), sequence, len(token_ids), num_shared)
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
-        fits = num_new <= pool.num_free_blocks and (is_alone or self._fits(with_it))
+        fits = num_new <= pool.num_free_blocks
+        if fits and not is_alone:
+            owners = self._table.owners(cached) if num_shared else []
+            outlook = self._outlook_for(sequence, num_used, owners)
+            fits = self._fits(outlook, len(token_ids), outlook.growth[sequence], num_shared)
         if not fits:
             pool.free(cached)
+            self._outlook = None
             self._refused, self._steps_to_retry = (sequence, self._table.num_changes), _RETRY_STEPS
             return None
-        self._running = with_it
         return cached + pool.allocate(num_new), len(cached)
 
     def victim(self) -> Sequence:
@@ -142,56 +106,84 @@ class Forecast:
         share = (self._table.num_recomputed + aimed) / (self._table.num_computed + _PRIOR_TOKENS)
         return min(max(share / _AIMED_SHARE, _LEAST_CAUTION), _MOST_CAUTION)
 
-    def _fits(self, running: _Running) -> bool:
-        if running.at_ends + running.base <= self._pool.num_blocks:
-            return True
-        usage = usage_before_endings(running.num_tokens, running.growth, running.uncounted, self._pool.block_size)
-        margin = self.caution * spread_of_usage(usage, running.uncertain) if running.uncertain.any() else 0
-        return bool((usage.blocks + margin).max() + running.base <= self._pool.num_blocks)
+    def _fits(self, outlook: _Outlook, num_tokens: int, growth: int, num_shared: int) -> bool:
+        """Whether a candidate fits beside the running ones and those that have joined; then it has joined, too."""
+        if outlook.room is None:
+            outlook.blocks_at_ends += self._pool.num_blocks_for(num_tokens + growth) - num_shared
+            if outlook.blocks_at_ends <= outlook.num_available:
+                outlook.joined.append((num_tokens, growth, num_shared))
+                return True
+            outlook.room = self._room(outlook)
+        return outlook.room.take(num_tokens, growth, num_shared)
 
-    def _current(self, num_used: int) -> _Running:
-        """num_used: blocks in use, without what acquire() has just referenced."""
-        if self._running is None:
-            self._update_lengths()
-            self._running = self._look(num_used)
-        return self._running
+    def _room(self, outlook: _Outlook) -> Room:
+        """What the running ones and those that have joined leave."""
+        size = self._pool.block_size
+        growing = Growing(*outlook.running, size)
+        ends = np.fromiter(outlook.growth.values(), np.int64, len(outlook.growth))
+        moments = np.sort(np.concatenate([outlook.running[1], ends]))
+        usage = growing.usage(moments)
+        margin = self.caution * growing.spread(usage, outlook.uncertain)
+        room = Room(moments, outlook.num_available - usage.blocks - margin, size)
+        for entry in outlook.joined:
+            room.take(*entry)
+        return room
 
-    def _update_lengths(self) -> None:
-        if self._lengths.is_stale or self._steps_to_update <= 0:
-            self._table.teach(self._lengths)
-            self._steps_to_update = _UPDATE_STEPS
+    def _outlook_for(self, sequence: Sequence, num_used: int, owners: list[int]) -> _Outlook:
+        """num_used: blocks in use, without what acquire() has just referenced. owners: slots that have blocks alone
+        which `sequence` would share."""
+        if self._outlook is None or owners or sequence not in self._outlook.growth:
+            if self._lengths.is_stale or self._steps_to_update <= 0:
+                self._table.teach(self._lengths)
+                self._steps_to_update = _UPDATE_STEPS
+            self._outlook = self._look(num_used, owners)
+        return self._outlook
 
-    def _look(self, num_used: int) -> _Running:
+    def _look(self, num_used: int, owners: list[int]) -> _Outlook:
         table, slots = self._table, self._table.in_admission_order()
+        candidates = self._waiting.next_ones(min(_MOST_CANDIDATES, 1 + len(slots) // _RUNNING_A_CANDIDATE))
         num_tokens = np.minimum(table.known[slots] + table.in_flight[slots], table.limit[slots])
-        generated, classes = table.num_generated(slots), table.length_class[slots]
-        remaining = self._lengths.remaining(classes, generated, table.max_tokens[slots], table.level[slots])
-        growth = np.maximum(remaining - 1, 0)  # the last token is an answer, never an input
-        uncounted = table.num_blocks[slots] - table.num_own[slots]
-        at_ends = int((-(-(num_tokens + growth) // self._pool.block_size) - uncounted).sum())
-        base = num_used - int(table.num_own[slots].sum())
-        return _Running(num_tokens, growth, uncounted, classes > 0, base, at_ends)
-
-    def _join(self, running: _Running, sequence: Sequence, num_tokens: int, num_shared: int) -> _Running:
-        length_class = self._lengths.class_of(sequence.request)
-        generated = num_tokens - sequence.num_prompt_tokens
-        remaining = self._lengths.remaining(
-            np.array([length_class]),
-            np.array([generated]),
-            np.array([sequence.request.max_tokens]),
-            np.array([self._table.next_level]),
+        growth, is_told = self._growth(slots, candidates)
+        own = table.num_own.copy()
+        np.subtract.at(own, owners, 1)
+        uncounted = (table.num_blocks - own)[slots]
+        ends = num_tokens + growth[: len(slots)]
+        is_certain = (table.length_class[slots] == 0) | (is_told[: len(slots)] & self._lengths.trusts_earlier_runs)
+        return _Outlook(
+            (num_tokens, growth[: len(slots)], uncounted),
+            ~is_certain,
+            dict(zip(candidates, growth[len(slots) :].tolist(), strict=True)),
+            self._pool.num_blocks - num_used + int(own[slots].sum()),
+            int((-(-ends // self._pool.block_size) - uncounted).sum()),
         )
-        growth = max(0, int(remaining[0]) - 1)
-        blocks = self._pool.num_blocks_for(num_tokens + growth) - num_shared
-        return running.joined_by(num_tokens, growth, num_shared, length_class > 0, blocks)
+
+    def _growth(self, slots: IntArray, candidates: list[Sequence]) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Tokens by which running sequences and then candidates are expected to grow, and whether it is an earlier run
+        that tells so."""
+        table = self._table
+        requests = [candidate.request for candidate in candidates]
+        told = [-1 if request.expected_tokens is None else request.expected_tokens for request in requests]
+        classes = np.concatenate([table.length_class[slots], [self._lengths.class_of(request) for request in requests]])
+        generated = np.concatenate([table.num_generated(slots), [len(c.output_token_ids) for c in candidates]])
+        limits = np.concatenate([table.max_tokens[slots], [request.max_tokens for request in requests]])
+        levels = np.concatenate([table.level[slots], table.next_levels(len(candidates))])
+        still_told = np.concatenate([table.expected_tokens[slots], told]) - generated
+        learnt = self._lengths.remaining(classes, generated, limits, levels)
+        remaining = np.where(still_told > 0, still_told, learnt)
+        return np.maximum(remaining - 1, 0), still_told > 0  # the last token is an answer, never an input
 
 
 def admission_rule(
-    config: SchedulerConfig, table: RunningTable, pool: BlockPool, lengths: OutputLengths, max_model_len: int | None
+    config: SchedulerConfig,
+    table: RunningTable,
+    pool: BlockPool,
+    lengths: OutputLengths,
+    waiting: WaitingQueue,
+    max_model_len: int | None,
 ) -> Admission:
     """The rule that the configuration names. max_model_len: what contiguous reservations are made for."""
     if config.reserves:
         if max_model_len is None:
             raise ValueError("max_model_len = None: must be given where kv_allocation is contiguous")
         return Reservation(table, pool, max_model_len)
-    return Greedy(table, pool) if config.admission == "greedy" else Forecast(table, pool, lengths)
+    return Greedy(table, pool) if config.admission == "greedy" else Forecast(table, pool, lengths, waiting)

@@ -15,6 +15,7 @@ _EXACT = 0  # the class of requests that nothing but max_tokens ends
 _MAX_CLASSES = 64
 _PRIOR_MEAN_TOKENS = 4096.0  # where nothing has ended yet, and more is allowed
 _PRIOR_SEQUENCES = 4.0  # how many finished requests the prior counts for, and all requests for those of one class
+_TRUSTED_SHARE = 0.9  # of the answers, that are as long as an earlier run told
 _SMALLEST_CHANGE = 4  # endings after which the figures are worked out anew, at least
 _NEVER = 1e3  # a cumulative hazard that no draw reaches
 # Rising lengths (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, ...) between which the rate of ending is constant.
@@ -34,8 +35,10 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._classes: dict[tuple[int, int], int] = {}
-        self._endings = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))
-        self._entered = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))  # finished answers that came so far
+        self._endings = np.zeros((_MAX_CLASSES + 2, len(_WIDTHS)))
+        self._entered = np.zeros_like(self._endings)  # finished answers that came so far
+        self._ended: list[tuple[int, int, bool]] = []  # of add(), not yet in both
+        self._num_told = self._num_as_told = 0
         self._num_ended = 0
         self._num_ended_at_update = 0
         self.update(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -57,25 +60,30 @@ class OutputLengths:
         key = request.num_prompt_tokens.bit_length(), request.max_tokens.bit_length()
         return self._classes.setdefault(key, min(len(self._classes) + 1, _MAX_CLASSES))
 
-    def add(self, length_class: int, num_tokens: int, is_cut: bool) -> None:
-        """An answer has ended after num_tokens, where max_tokens cut it (is_cut) or before."""
-        if length_class == _EXACT:
-            return
-        self._num_ended += 1
-        self._entered[length_class] += _passed(np.array([num_tokens]))[0]
-        if not is_cut:
-            last = _bins(np.array([num_tokens - 1]))[0]
-            self._entered[length_class, last] += 1 - _passed(np.array([num_tokens]))[0, last]
-            self._endings[length_class, last] += 1
+    @property
+    def trusts_earlier_runs(self) -> bool:
+        """Whether answers so far became just as long as an earlier run's."""
+        return self._num_as_told >= _TRUSTED_SHARE * (self._num_told + 1)
+
+    def add(self, length_class: int, num_tokens: int, is_cut: bool, expected_tokens: int | None = None) -> None:
+        """An answer has ended after num_tokens, where max_tokens cut it (is_cut) or before. expected_tokens: what an
+        earlier run told."""
+        self._num_told += expected_tokens is not None
+        self._num_as_told += expected_tokens == num_tokens
+        if length_class != _EXACT:
+            self._num_ended += 1
+            self._ended.append((length_class, num_tokens, is_cut))
 
     def update(self, classes: IntArray, num_tokens: IntArray) -> None:
         """Works out the curves. classes, num_tokens: of the answers that run, so far."""
-        entered = self._entered.copy()
-        np.add.at(entered, classes, _passed(num_tokens))
+        self._take_in_ended()
+        num_curves = min(len(self._classes), _MAX_CLASSES) + 2  # the last is that of all classes yet to come
+        entered = self._entered[:num_curves] + _passed(classes, num_tokens, num_curves)
+        endings = self._endings[:num_curves]
         of_all = entered[1:].sum(0)
-        constant = (1 + self._endings.sum()) / (_PRIOR_MEAN_TOKENS + (of_all * _WIDTHS).sum())  # endings a token
-        common = _share(self._endings.sum(0), of_all, 1 - np.exp(-constant * _WIDTHS))
-        ending = _share(self._endings, entered, common)  # share of the answers that end between two edges
+        constant = (1 + endings.sum()) / (_PRIOR_MEAN_TOKENS + (of_all * _WIDTHS).sum())  # endings a token
+        common = _share(endings.sum(0), of_all, 1 - np.exp(-constant * _WIDTHS))
+        ending = _share(endings, entered, common)  # share of the answers that end between two edges
         ending[_EXACT] = 0
         self._hazard = np.zeros((len(ending), len(_EDGES)))  # cumulative, at the edges; its exponential is survival
         np.cumsum(-np.log1p(-np.minimum(ending, 1 - 1e-9)), axis=1, out=self._hazard[:, 1:])
@@ -86,15 +94,31 @@ class OutputLengths:
         self._rising = (self._hazard + _NEVER * np.arange(len(ending))[:, None]).ravel()  # all curves in one
         self._num_ended_at_update = self._num_ended
 
+    def _take_in_ended(self) -> None:
+        if not self._ended:
+            return
+        classes, num_tokens, is_cut = (np.array(column) for column in zip(*self._ended, strict=True))
+        self._ended.clear()
+        self._entered += _passed(classes, num_tokens, len(self._entered))
+        classes, num_tokens = classes[~is_cut], num_tokens[~is_cut]
+        last = _bins(num_tokens - 1)
+        np.add.at(self._entered, (classes, last), 1 - np.minimum(1, (num_tokens - _EDGES[last]) / _WIDTHS[last]))
+        np.add.at(self._endings, (classes, last), 1)
+
     def expected(self, requests: Sequence[Request]) -> FloatArray:
         """Mean length of the answers to requests that have not begun [num_requests]."""
         classes = np.array([self.class_of(request) for request in requests], np.int64)
-        return self._at(self._mean, classes, np.array([request.max_tokens for request in requests], np.float64))
+        classes = np.minimum(classes, len(self._mean) - 1)
+        learnt = self._at(self._mean, classes, np.array([request.max_tokens for request in requests], np.float64))
+        told = np.array([-1 if r.expected_tokens is None else r.expected_tokens for r in requests], np.float64)
+        learnt[told >= 0] = told[told >= 0]
+        return learnt
 
     def remaining(self, classes: IntArray, num_tokens: IntArray, max_tokens: IntArray, levels: FloatArray) -> IntArray:
         """The tokens that each answer will still generate after num_tokens: the length that a share `levels` of the
         answers which came so far exceeds, at least one more where it may have one. levels: above 0, below 1; even
         levels over several answers give a set as it will typically be, long and short ones."""
+        classes = np.minimum(classes, len(self._hazard) - 1)
         target = self._at(self._hazard, classes, num_tokens.astype(np.float64)) - np.log(levels)
         width = len(_EDGES)
         found = np.searchsorted(self._rising, target + _NEVER * classes) - width * classes
@@ -118,9 +142,16 @@ def _bins(lengths: npt.NDArray[np.generic]) -> IntArray:
     return np.minimum(np.searchsorted(_EDGES, lengths, side="right") - 1, len(_WIDTHS) - 1)
 
 
-def _passed(num_tokens: IntArray) -> FloatArray:
-    """How much of the way between each two edges answers of these lengths have come [num_answers, num_bins]."""
-    return np.clip((num_tokens[:, None] - _EDGES[:-1]) / _WIDTHS, 0, 1)
+def _passed(classes: IntArray, num_tokens: IntArray, num_classes: int) -> FloatArray:
+    """How much of the way between each two edges the answers of each class have come, added up [num_classes,
+    num_bins]."""
+    bins = _bins(num_tokens)
+    place, shape = classes * len(_WIDTHS) + bins, (num_classes, len(_WIDTHS))
+    share = np.minimum(1, (num_tokens - _EDGES[bins]) / _WIDTHS[bins])
+    passed = np.bincount(place, share, num_classes * len(_WIDTHS)).reshape(shape).astype(np.float64)
+    here = np.bincount(place, minlength=num_classes * len(_WIDTHS)).reshape(shape)
+    passed += np.cumsum(here[:, ::-1], axis=1)[:, ::-1] - here
+    return passed
 
 
 def _share(endings: FloatArray, entered: FloatArray, prior: FloatArray) -> FloatArray:

@@ -1,6 +1,10 @@
 """The scheduler's bookkeeping of running sequences as NumPy arrays with one entry a slot, so that a decode step costs a
 few vector operations whatever the number of sequences. Owned by the scheduler."""
 
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any, cast
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +26,11 @@ def token_slice(sequence: Sequence, start: int, stop: int) -> npt.NDArray[np.int
     return tail if start >= num_prompt_tokens else np.concatenate([prompt[start:], tail])
 
 
+def _level(place: Any) -> Any:
+    """Above 0, below 1. Multiples of the golden ratio are evenly spread, however many. place: a number or an array."""
+    return 1e-3 + (1 - 2e-3) * (place * _GOLDEN_RATIO % 1)
+
+
 class RunningTable:
     """A slot is free, running, or retiring: vacated while steps in flight still read its blocks. Its sequence and block
     table stay until the slot is free, so that an entry of a step in flight can be traced by its slot."""
@@ -36,6 +45,7 @@ class RunningTable:
         self.limit = np.zeros(max_num_seqs, np.int64)  # tokens that ever need computing
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.max_tokens = np.zeros(max_num_seqs, np.int64)
+        self.expected_tokens = np.zeros(max_num_seqs, np.int64)  # of the answer, by an earlier run; -1: not known
         self.length_class = np.zeros(max_num_seqs, np.int64)  # of lengths.OutputLengths
         self.level = np.zeros(max_num_seqs)  # where among like answers this one's length is assumed to lie
         self.scores_only = np.zeros(max_num_seqs, np.bool_)
@@ -60,10 +70,9 @@ class RunningTable:
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 
-    @property
-    def next_level(self) -> float:
-        """`level` of the next sequence to be placed: multiples of the golden ratio are evenly spread, however many."""
-        return min(max((self._num_placed + 1) * _GOLDEN_RATIO % 1, 1e-3), 1 - 1e-3)
+    def next_levels(self, count: int) -> npt.NDArray[np.float64]:
+        """`level` of the next sequences to be placed."""
+        return _level(self._num_placed + 1 + np.arange(count))
 
     def place(
         self,
@@ -86,8 +95,10 @@ class RunningTable:
         self.limit[slot] = num_tokens_to_compute(sequence)
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.max_tokens[slot] = sequence.request.max_tokens
+        told = sequence.request.expected_tokens
+        self.expected_tokens[slot] = -1 if told is None else told
         self.length_class[slot] = length_class
-        self.level[slot] = self.next_level
+        self.level[slot] = _level(self._num_placed + 1)
         self.scores_only[slot] = sequence.request.max_tokens == 0
         self.num_blocks[slot] = len(sequence.block_table)
         self._own_all_but(slot, shared_blocks)
@@ -103,18 +114,16 @@ class RunningTable:
 
     def _own_all_but(self, slot: int, shared_blocks: list[int]) -> None:
         blocks = self.block_tables[slot]
-        self.share(shared_blocks)
+        if shared_blocks:
+            np.subtract.at(self.num_own, self.owners(shared_blocks), 1)
         self._owner[blocks] = slot
         self._owner[shared_blocks] = -1
         self.num_own[slot] = len(blocks) - len(shared_blocks)
 
-    def share(self, blocks: list[int]) -> bool:
-        """From now on more than one sequence holds the blocks. Returns whether one had any of them alone."""
+    def owners(self, blocks: list[int]) -> list[int]:
+        """The slot that has it alone, for each of the blocks in use that one has alone."""
         owners = self._owner[blocks]
-        owners = owners[owners >= 0]
-        np.subtract.at(self.num_own, owners, 1)
-        self._owner[blocks] = -1
-        return len(owners) > 0
+        return owners[owners >= 0].tolist()
 
     def vacate(self, slot: int) -> None:
         """The slot's sequence runs no more; the slot retires."""
@@ -149,8 +158,9 @@ class RunningTable:
         slots = self.in_admission_order()
         lengths.update(self.length_class[slots], self.num_generated(slots))
 
-    def sequences_in(self, slots: IntArray) -> list[Sequence]:
-        return [sequence for slot in slots.tolist() if (sequence := self.sequences[slot]) is not None]
+    def sequences_in(self, slots: npt.NDArray[np.integer]) -> list[Sequence]:
+        """slots: none of them free."""
+        return list(map(cast(list[Sequence], self.sequences).__getitem__, slots.tolist()))
 
     def plan(self, budget: int) -> tuple[IntArray, IntArray]:
         """Slots and token counts that use up to `budget` tokens: first those with one token to compute, then longer
@@ -171,16 +181,17 @@ class RunningTable:
 
     def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Hands out `blocks`, missing[i] of them to slots[i]; returns (slot, block ids) where there are any."""
-        lacking = missing > 0
-        appended, at = [], 0
-        for slot, count in zip(slots[lacking].tolist(), missing[lacking].tolist(), strict=True):
-            ids = tuple(blocks[at : at + count])
-            self.block_tables[slot].extend(ids)
-            appended.append((slot, ids))
-            at += count
         self.num_blocks[slots] += missing
         self.num_own[slots] += missing
         self._owner[blocks] = np.repeat(slots, missing)
+        lacking = np.flatnonzero(missing)
+        receivers, stops = slots[lacking].tolist(), np.cumsum(missing[lacking]).tolist()
+        pieces: Iterable[tuple[int, ...]] = zip(blocks, strict=True)
+        if len(blocks) > len(receivers):
+            pieces = (tuple(blocks[start:stop]) for start, stop in pairwise([0, *stops]))
+        appended = list(zip(receivers, pieces, strict=True))
+        for slot, ids in appended:
+            self.block_tables[slot] += ids
         return appended
 
     def advance(self, slots: IntArray, counts: IntArray, step_id: int) -> None:
@@ -203,13 +214,11 @@ class RunningTable:
         self.known[slots] += 1
         self.in_flight[slots] -= 1
 
-    def take_full_blocks(self, slots: IntArray) -> list[tuple[int, int, int]]:
-        """(slot, first, stop): blocks [first, stop) of the slot have become full of known tokens since last asked."""
-        full = np.minimum(self.computed[slots], self.known[slots]) // self.block_size
-        first = self.num_registered[slots]
-        grown = full > first
-        self.num_registered[slots[grown]] = full[grown]
-        return list(zip(slots[grown].tolist(), first[grown].tolist(), full[grown].tolist(), strict=True))
+    def take_full_blocks(self, slot: int) -> tuple[int, int]:
+        """[first, stop): blocks of the slot that have become full of known tokens since last asked."""
+        full = min(int(self.computed[slot]), int(self.known[slot])) // self.block_size
+        first, self.num_registered[slot] = int(self.num_registered[slot]), full
+        return first, full
 
 
 def num_tokens_to_compute(sequence: Sequence) -> int:

@@ -32,8 +32,10 @@ class Scheduler:
     sequence whose token is in flight starts again once that token is committed, so a StartedSequence's tokens are
     always known.
 
-    Full blocks are shared from the moment that a scheduled step will write them, with sequences of that same step too:
-    in each layer, a step stores the keys and values of its whole batch before any attention reads them.
+    Full blocks of prompts are shared from the moment that a scheduled step will write them, with sequences of that same
+    step too: in each layer, a step stores the keys and values of its whole batch before any attention reads them. Those
+    of answers become findable when a sequence leaves its slot: prompts are known before answers, so that hardly one
+    begins with an answer.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Scheduler:
         self._table = RunningTable(config.max_num_seqs, block_pool.block_size, block_pool.num_blocks)
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths()
-        self._admission = admission_rule(config, self._table, block_pool, self._lengths, max_model_len)
+        self._admission = admission_rule(config, self._table, block_pool, self._lengths, self._waiting, max_model_len)
         self._batching: Batching = Static(config.max_num_seqs) if config.batching == "static" else Continuous()
         self._steps: deque[StepInFlight] = deque()
         self._next_step_id = 0
@@ -95,10 +97,11 @@ class Scheduler:
         """The next step; None where nothing can run before a commit, or before more is added."""
         if len(self._steps) == self._max_steps_in_flight:
             return None
-        slots, counts = self._plan_running()
-        appended = self._append_blocks(slots, counts)
+        slots, counts, missing = self._plan_running()
+        appended = self._append_blocks(slots, missing)
         self._table.advance(slots, counts, self._next_step_id)
-        self._register_full_blocks(self._table.in_admission_order())
+        for slot in slots[counts > 1].tolist():  # prompts; blocks of an answer can wait until it leaves its slot
+            self._register_full_blocks(slot)
         admitted = self._admit(self._max_num_batched_tokens - int(counts.sum()))
         if admitted:
             slots = np.concatenate([slots, np.array([start.slot for start, _ in admitted], np.int64)])
@@ -107,21 +110,20 @@ class Scheduler:
             return None
         return self._emit(slots, counts, tuple(start for start, _ in admitted), tuple(appended))
 
-    def _plan_running(self) -> tuple[IntArray, IntArray]:
-        """Slots and token counts, after the preemptions that their blocks take."""
+    def _plan_running(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Slots, token counts and the blocks that each lacks, after the preemptions that these take."""
         while True:
             slots, counts = self._table.plan(self._max_num_batched_tokens)
             missing = self._table.blocks_missing(slots, counts)
             num_free = self._pool.num_free_blocks
             if int(missing.sum()) <= num_free:
-                return slots, counts
+                return slots, counts, missing
             if self._retiring:  # their blocks come back at the next commits; until then, run what fits
                 fits = (missing == 0) | (np.cumsum(missing) <= num_free)
-                return slots[fits], counts[fits]
+                return slots[fits], counts[fits], missing[fits]
             self._preempt(self._admission.victim())
 
-    def _append_blocks(self, slots: IntArray, counts: IntArray) -> list[tuple[int, tuple[int, ...]]]:
-        missing = self._table.blocks_missing(slots, counts)
+    def _append_blocks(self, slots: IntArray, missing: IntArray) -> list[tuple[int, tuple[int, ...]]]:
         total = int(missing.sum())
         return self._table.append_blocks(slots, missing, self._pool.allocate(total)) if total else []
 
@@ -130,15 +132,14 @@ class Scheduler:
         admitted = []
         self._admission.begin_step()
         while budget > 0 and self._table.has_free_slot and (sequence := self._next_to_start()) is not None:
-            start = self._try_start(sequence, budget)
-            if start is None:
+            started = self._try_start(sequence, budget)
+            if started is None:
                 self._batching.close()
                 break
             self._waiting.pop_head()
             self._batching.started(sequence)
-            count = sequence.num_computed_tokens - start.num_computed_tokens
-            admitted.append((start, count))
-            budget -= count
+            admitted.append(started)
+            budget -= started[1]
         return admitted
 
     def _next_to_start(self) -> Sequence | None:
@@ -148,27 +149,26 @@ class Scheduler:
         joins = sequence is not None and self._batching.may_join(sequence, self._table.num_running)
         return sequence if joins else None
 
-    def _try_start(self, sequence: Sequence, budget: int) -> StartedSequence | None:
-        """Gives the sequence blocks and a slot, or None where the blocks do not suffice."""
+    def _try_start(self, sequence: Sequence, budget: int) -> tuple[StartedSequence, int] | None:
+        """The sequence in its slot, and how many tokens it computes in this step; None where it must wait."""
         num_tokens = sequence.num_confirmed_tokens
         token_ids = token_slice(sequence, 0, num_tokens)
         acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
-        sequence.block_table, num_cached_blocks = acquired
+        blocks, num_cached_blocks = acquired
+        sequence.block_table = blocks
         num_cached_tokens = num_cached_blocks * self._block_size
         count = min(num_tokens - num_cached_tokens, budget)
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = self._clock()
             sequence.num_cached_tokens = num_cached_tokens
         sequence.status = SequenceStatus.RUNNING
-        sequence.num_computed_tokens = num_cached_tokens + count
-        shared = [block for block in sequence.block_table[:num_cached_blocks] if self._pool.ref_count(block) > 1]
+        shared = [block for block in blocks[:num_cached_blocks] if self._pool.ref_count(block) > 1]
         length_class = self._lengths.class_of(sequence.request)
         slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, shared, length_class)
-        self._register_full_blocks(np.array([slot]))
-        block_ids = tuple(sequence.block_table)
-        return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens)
+        self._register_full_blocks(slot)
+        return StartedSequence(slot, sequence.request, token_ids, tuple(blocks), num_cached_tokens), count
 
     def _emit(
         self,
@@ -179,10 +179,6 @@ class Scheduler:
     ) -> SchedulerOutput:
         samples, scored = self._table.take_completions(slots)
         stops = self._table.computed[slots]
-        sequences = self._table.sequences_in(slots)
-        for sequence, stop, is_sampled in zip(sequences, stops.tolist(), samples.tolist(), strict=True):
-            sequence.num_computed_tokens = stop
-            sequence.num_in_flight_tokens += is_sampled
         output = SchedulerOutput(
             step_id=self._next_step_id,
             released_slots=tuple(self._released_slots),
@@ -193,7 +189,7 @@ class Scheduler:
             num_computed_tokens=(stops - counts).astype(np.int32),
             samples=samples,
         )
-        self._steps.append(StepInFlight(output, sequences, samples | scored))
+        self._steps.append(StepInFlight(output, samples | scored))
         self._released_slots.clear()
         self._next_step_id += 1
         return output
@@ -208,7 +204,8 @@ class Scheduler:
         if (result.token_ids[step.output.samples & result.is_finite] < 0).any():
             raise ValueError(f"step {output.step_id}: the result lacks a token that was to be sampled")
         faulty = [] if result.is_finite.all() else self._contain_faults(step, result)
-        sampled = step.take_tokens(result.token_ids.tolist())
+        sequences = self._table.sequences_in(step.output.slots)
+        sampled = step.take_tokens(sequences, result.token_ids.tolist())
         self._table.confirm(step.output.slots[step.output.samples])
         self._steps.popleft()
         self._last_committed = output.step_id
@@ -233,16 +230,16 @@ class Scheduler:
         """Recomputes a sequence from its confirmed tokens, disbelieving all steps in flight."""
         for step in self._steps:
             step.cancelled.add(sequence)
-        sequence.num_in_flight_tokens = 0
         if sequence.status is SequenceStatus.RUNNING:
             self._preempt(sequence)
+        sequence.num_in_flight_tokens = 0
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a waiting or running sequence with its answer. Raises ValueError where it has ended already."""
-        num_tokens = len(sequence.output_token_ids)
-        is_cut = num_tokens >= sequence.request.max_tokens
+        request, num_tokens = sequence.request, len(sequence.output_token_ids)
         self._end(sequence)
-        self._lengths.add(self._lengths.class_of(sequence.request), num_tokens, is_cut)
+        length_class, is_cut = self._lengths.class_of(request), num_tokens >= request.max_tokens
+        self._lengths.add(length_class, num_tokens, is_cut, request.expected_tokens)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
@@ -261,17 +258,20 @@ class Scheduler:
         sequence.num_in_flight_tokens = 0
 
     def _preempt(self, sequence: Sequence) -> None:
-        sequence.num_lost_tokens = int(self._table.computed[sequence.slot])
+        slot = sequence.slot
+        sequence.num_lost_tokens = int(self._table.computed[slot])
+        sequence.num_in_flight_tokens = int(self._table.in_flight[slot])
         self._vacate(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self._waiting.put_back(sequence)
 
     def _vacate(self, sequence: Sequence, shares_blocks: bool = True) -> None:
         slot = sequence.slot
         if shares_blocks:
-            self._register_full_blocks(np.array([slot]))
+            self._register_full_blocks(slot)
+        for step in self._steps:
+            step.departed.add(sequence)
         self._table.vacate(slot)
         sequence.slot = -1
         sequence.block_table = []
@@ -285,12 +285,12 @@ class Scheduler:
             self._pool.free(self._table.free(slot))
             self._released_slots.append(slot)
 
-    def _register_full_blocks(self, slots: IntArray) -> None:
+    def _register_full_blocks(self, slot: int) -> None:
         if not self._shares_blocks:
             return
-        size = self._block_size
-        for slot, first, stop in self._table.take_full_blocks(slots):
-            sequence, blocks = self._table.sequences[slot], self._table.block_tables[slot]
+        first, stop = self._table.take_full_blocks(slot)
+        if first < stop:
+            sequence, blocks, size = self._table.sequences[slot], self._table.block_tables[slot], self._block_size
             assert sequence is not None
             tokens = token_slice(sequence, first * size, stop * size)
             parent = blocks[first - 1] if first else None

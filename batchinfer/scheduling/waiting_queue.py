@@ -1,6 +1,7 @@
 """The sequences that wait to run, first come first served, preempted ones at the head. Owned by the scheduler."""
 
 from collections import deque
+from itertools import islice
 
 from batchinfer.sequence import Sequence, SequenceStatus
 
@@ -30,6 +31,11 @@ class WaitingQueue:
         while self._sequences and self._sequences[0].status is SequenceStatus.FINISHED:
             self._sequences.popleft()
         return self._sequences[0] if self._sequences and self._sequences[0].num_in_flight_tokens == 0 else None
+
+    def next_ones(self, count: int) -> list[Sequence]:
+        """The first `count` to start, the head first."""
+        waiting = (sequence for sequence in self._sequences if sequence.status is not SequenceStatus.FINISHED)
+        return list(islice(waiting, count))
 
     def pop_head(self) -> None:
         self._sequences.popleft()

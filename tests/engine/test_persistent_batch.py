@@ -182,7 +182,7 @@ def test_steps_of_the_scheduler_against_plain_loops(seed: int) -> None:
         batch.append_sampled(output.slots, token_ids)
         outcome = scheduler.commit(output, StepResult(output.step_id, token_ids, np.ones(len(token_ids), bool)))
         for sequence, _ in outcome.sampled:
-            if sequence.num_tokens == sequence.max_num_tokens:
+            if sequence.num_confirmed_tokens == sequence.max_num_tokens:
                 scheduler.finish(sequence, "length")
     assert sum(s.num_preemptions for s in sequences) > 0
 
@@ -195,7 +195,7 @@ def compare(inputs: StepInputs, output: SchedulerOutput, running: dict[int, Sequ
     for i, slot in enumerate(output.slots.tolist()):
         sequence = running[slot]
         known = sequence.request.prompt_token_ids.tolist() + sequence.output_token_ids
-        stop = sequence.num_computed_tokens
+        stop = int(output.num_computed_tokens[i] + output.num_scheduled_tokens[i])
         for position in range(int(output.num_computed_tokens[i]), stop):
             tokens.append(known[position])
             positions.append(position)

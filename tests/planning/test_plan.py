@@ -113,6 +113,25 @@ def test_lengths_of_an_earlier_run(model: Path, tiny_model: Path, tmp_path: Path
     assert found["output_tokens"]["expected"] == 5 + 10 + 12 + 5  # 15 is more than is allowed; the fourth is the first
 
 
+def test_a_run_takes_lengths_of_an_earlier_run_too(tiny_model: Path, tmp_path: Path) -> None:
+    """Rows alike but for their answers' lengths, two at once: those of longer answers start first once that is known,
+    and the answers stay the same."""
+    rows = [{"prompt": "abc", "max_tokens": 40, "stop_token_ids": [256], "seed": i} for i in range(8)]
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
+    options = ("--input", source, "--max-num-seqs", 2, "--temperature", 1.5)
+    assert call(tiny_model, *options, "--output", tmp_path / "first") == 0
+    again = ("--output", tmp_path / "second", "--lengths-from", tmp_path / "first")
+    assert call(tiny_model, *options, *again) == 0
+    first, second = (read_rows(tmp_path / name) for name in ("first", "second"))
+    assert [row["completion"] for row in first] == [row["completion"] for row in second]
+    lengths = [row["completion_tokens"] for row in first]
+    assert len(set(lengths)) > 2
+    started = sorted(range(8), key=lambda i: second[i]["queue_ms"])
+    assert lengths[started[0]] == max(lengths)
+    stats = json.loads((tmp_path / "second" / "_stats.json").read_text())
+    assert stats["options"]["lengths_from"] == {"value": str(tmp_path / "first"), "source": "flag"}
+
+
 def test_lengths_of_several_samples_of_an_earlier_run(model: Path, tiny_model: Path, tmp_path: Path) -> None:
     """Two rows of two samples each; a third sample takes the first one's length."""
     rows = [{"prompt": "ab", "max_tokens": 4}, {"prompt": "abc", "max_tokens": 9}]

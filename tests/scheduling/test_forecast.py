@@ -9,40 +9,72 @@ from simulated_worker import Run, SimulatedWorker, make_sequence, naive_completi
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.scheduler_output import StepResult
-from batchinfer.scheduling.forecast import Usage, spread_of_usage, usage_before_endings
 from batchinfer.scheduling.scheduler import Scheduler
+from batchinfer.scheduling.usage import Growing, Room, Usage
 from batchinfer.sequence import Sequence
 
+Member = tuple[int, int, int]  # tokens, growth, uncounted blocks
 
-def simulated_peak(tokens: list[int], growth: list[int], uncounted: list[int], size: int) -> int:
+
+def simulated_usage(members: list[Member], step: int, size: int) -> int:
+    """Blocks in use at a step."""
+    living = [member for member in members if member[1] >= step]
+    return sum(-(-(tokens + step) // size) - uncounted for tokens, _, uncounted in living)
+
+
+def simulated_peak(members: list[Member], size: int) -> int:
     """The most blocks in use at any step, by stepping."""
-    peak = 0
-    for step in range(max(growth) + 1):
-        living = [i for i in range(len(tokens)) if growth[i] >= step]
-        peak = max(peak, sum(-(-(tokens[i] + step) // size) - uncounted[i] for i in living))
-    return peak
+    return max(simulated_usage(members, step, size) for step in range(max(growth for _, growth, _ in members) + 1))
+
+
+def random_members(rng: random.Random, count: int, size: int) -> list[Member]:
+    tokens = [rng.randrange(1, 80) for _ in range(count)]
+    growth = [rng.choice([0, 1, rng.randrange(100)]) for _ in range(count)]
+    return [(t, g, rng.randrange(-(-t // size))) for t, g in zip(tokens, growth, strict=True)]
+
+
+def growing(members: list[Member], size: int) -> Growing:
+    tokens, growth, uncounted = np.array(members, np.int64).reshape(-1, 3).T
+    return Growing(tokens, growth, uncounted, size)
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_the_closed_form_is_the_peak_of_every_step(seed: int, size: int) -> None:
+def test_the_closed_form_is_the_usage_of_every_step(seed: int, size: int) -> None:
     rng = random.Random(seed)
     for _ in range(20):
-        count = rng.randrange(1, 30)
-        tokens = [rng.randrange(1, 80) for _ in range(count)]
-        growth = [rng.choice([0, 1, rng.randrange(100)]) for _ in range(count)]
-        uncounted = [rng.randrange(-(-t // size)) for t in tokens]
-        usage = usage_before_endings(np.array(tokens), np.array(growth), np.array(uncounted), size)
-        assert usage.blocks.max() == simulated_peak(tokens, growth, uncounted, size)
-        assert sorted(usage.order.tolist()) == list(range(count))
+        members = random_members(rng, rng.randrange(1, 30), size)
+        steps = np.arange(110)
+        usage = growing(members, size).usage(steps)
+        assert usage.blocks.tolist() == [simulated_usage(members, step, size) for step in steps]
+        assert usage.num_alive.tolist() == [sum(growth >= step for _, growth, _ in members) for step in steps]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_candidates_take_room_as_long_as_the_peak_of_every_step_fits(seed: int, size: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        running = random_members(rng, rng.randrange(12), size)
+        candidates = random_members(rng, rng.randrange(1, 12), size)
+        num_blocks = rng.randrange(1, 300)
+        if running and simulated_peak(running, size) > num_blocks:
+            continue
+        moments = np.array(sorted(growth for _, growth, _ in running + candidates))
+        room = Room(moments, num_blocks - growing(running, size).usage(moments).blocks, size)
+        for candidate in candidates:
+            fits = simulated_peak([*running, candidate], size) <= num_blocks
+            assert room.take(*candidate) == fits
+            running += [candidate] if fits else []
 
 
 def test_spread_is_that_of_a_binomial_number_of_mean_sequences() -> None:
-    usage = Usage(np.array([10, 40, 60, 80]), np.array([2, 0, 3, 1]))
-    uncertain = np.array([True, True, False, True])  # in the order of ending, last first: no, yes, yes, yes
-    expected = [0, np.sqrt(1 * (2 / 3)) * 20, np.sqrt(2 * (1 / 3)) * 20, 0]
-    np.testing.assert_allclose(spread_of_usage(usage, uncertain), expected)
-    assert not spread_of_usage(usage, np.zeros(4, bool)).any()
+    sequences = growing([(1, 7, 0), (1, 3, 0), (1, 9, 0), (1, 5, 0)], 4)
+    usage = Usage(np.array([80, 60, 40, 10]), np.array([4, 3, 2, 1]))  # at 3, 5, 7 and 9
+    uncertain = np.array([False, True, True, True])  # all but the one that ends at 7
+    expected = [0, np.sqrt(2 * (1 / 3)) * 20, np.sqrt(1 * (2 / 3)) * 20, np.sqrt(1 * (2 / 3)) * 10]
+    np.testing.assert_allclose(sequences.spread(usage, uncertain), expected)
+    assert not sequences.spread(usage, np.zeros(4, bool)).any()
 
 
 def make_scheduler(num_blocks: int, block_size: int = 4, **options: object) -> tuple[Scheduler, BlockPool]:

@@ -113,3 +113,38 @@ def test_staleness_follows_the_number_of_endings() -> None:
     assert lengths.is_stale
     lengths.update(NONE, NONE)
     assert not lengths.is_stale
+
+
+def test_what_an_earlier_run_tells_goes_before_what_has_been_learnt() -> None:
+    lengths, length_class = taught([20] * 40, 900)
+    told = Request(RequestId(0, 0), np.ones(10, np.int32), SamplingParams(max_tokens=900), 900, 0, expected_tokens=333)
+    learnt, by_earlier_run = lengths.expected([request(900), told])
+    assert learnt < 40
+    assert by_earlier_run == 333
+    assert not lengths.trusts_earlier_runs
+    for number in range(20):
+        lengths.add(length_class, 7, is_cut=False, expected_tokens=7 if number else 8)
+    assert lengths.trusts_earlier_runs  # 19 of 20
+    for _ in range(3):
+        lengths.add(length_class, 7, is_cut=False, expected_tokens=8)
+    assert not lengths.trusts_earlier_runs
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_curves_are_those_of_a_plain_life_table(seed: int) -> None:
+    """Whatever is handed over one by one or together, and whichever of the answers still run."""
+    rng = random.Random(seed)
+    one_by_one, together = OutputLengths(), OutputLengths()
+    asked = [request(rng.choice([100, 900]), rng.choice([5, 70])) for _ in range(60)]
+    for lengths in (one_by_one, together):
+        for each in asked:
+            lengths.class_of(each)
+    for each in asked:
+        length, is_cut = rng.randrange(1, each.max_tokens), rng.random() < 0.3
+        for lengths in (one_by_one, together):
+            lengths.add(lengths.class_of(each), length, is_cut)
+        one_by_one.update(NONE, NONE)
+    running = np.array([one_by_one.class_of(each) for each in asked]), np.arange(60)
+    one_by_one.update(*running)
+    together.update(*running)
+    np.testing.assert_allclose(one_by_one.expected(asked), together.expected(asked))

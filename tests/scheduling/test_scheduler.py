@@ -278,7 +278,7 @@ def test_the_sequence_admitted_last_is_preempted_and_keeps_its_tokens() -> None:
     output, _ = one_step(scheduler, token=13)  # old takes new's second block
     assert output.slots.tolist() == [old.slot]
     assert (new.status, new.num_preemptions, new.output_token_ids) == (SequenceStatus.WAITING, 1, [11, 12])
-    assert (new.num_computed_tokens, new.num_tokens) == (0, 6)
+    assert (new.num_confirmed_tokens, new.num_in_flight_tokens) == (6, 0)
     assert output.released_slots == (1,)
     assert scheduler.num_waiting == 1
     scheduler.finish(old, "length")
@@ -297,7 +297,7 @@ def test_no_step_is_scheduled_past_the_last_token() -> None:
     assert second is not None
     assert second.num_computed_tokens.tolist() == [3]
     assert scheduler.schedule() is None  # both tokens are in flight, though a third step would be allowed
-    assert (sequence.num_in_flight_tokens, sequence.num_tokens) == (2, 5)
+    assert (scheduler._table.known[0], scheduler._table.in_flight[0]) == (3, 2)
     commit(scheduler, first)
     commit(scheduler, second)
     assert sequence.num_confirmed_tokens == sequence.max_num_tokens == 5
