@@ -14,6 +14,15 @@ BLOCK_SIZE = 16
 CHUNK = 1024  # tokens of a prompt in one step
 NUM_SEQS = 64  # that decode beside each other
 CONTEXT = 2048  # tokens of each
+LIBRARY_ROWS = 512  # from here on all devices have packed_linear's product from the library
+# Rows of products by function and weight.
+LINEAR_ROWS = {
+    ("packed_linear", "int4"): (1, 16, 64, 256, LIBRARY_ROWS, 1024, 4096),
+    ("packed_linear", "fp8"): (16, 256, 1024),
+    ("fp8_linear", "int4"): (1, 16, 64, 512, 4096),
+    ("fp8_linear", "fp8"): (16, 64, 1024),
+    ("quantized_linear", "int8"): (1, 16, 64, 512, 4096),
+}
 CACHES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
@@ -49,7 +58,8 @@ class KernelCase:
     arguments: Callable[[str], tuple[Any, ...]]
     moved_bytes: int = 0  # that a device must read and write at least
     flops: int = 0
-    has_matrix_products: bool = False  # of the kind that the gates ask for
+    matrix_kind: str = ""  # of the products that the gates ask for, as Target.matrix_pattern has it; empty: none
+    needs_e4m3: bool = False  # products that not all devices have
     reference: Callable[..., Any] | None = None  # None: the function of the op's own reference
 
 
@@ -59,9 +69,9 @@ def cases(model: ModelShape) -> Iterator[KernelCase]:
         yield _store(model, name, dtype)
         yield _chunk(model, name, dtype)
         yield _decode(model, name, dtype)
-    for rows in (16, CHUNK):
-        yield _linear(model, rows, "int4")
-        yield _linear(model, rows, "fp8")
+    for form, form_rows in LINEAR_ROWS.items():
+        for rows in form_rows:
+            yield _linear(model, rows, *form)
     yield from sampling_cases(model)
 
 
@@ -150,7 +160,7 @@ def _chunk(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
     length = 2 * CHUNK
     products = 4 * model.q_heads * model.head_dim * length * (length + 1) // 2
     arguments = _attention(model, dtype, [length], [length])
-    return KernelCase(f"attention, prompt, {name}", "paged_attention", "paged_attention", arguments, 0, products, True)
+    return KernelCase(f"attention, prompt, {name}", "paged_attention", "paged_attention", arguments, 0, products, "H")
 
 
 def _decode(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
@@ -160,22 +170,26 @@ def _decode(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
     return KernelCase(f"attention, new tokens, {name}", "paged_attention", "paged_attention", arguments, moved)
 
 
-def _linear(model: ModelShape, rows: int, name: str) -> KernelCase:
+def _linear(model: ModelShape, rows: int, function: str, name: str) -> KernelCase:
     """The product behind the MLP's gate. W4: groups of 128 with zeros; fp8: a scale a channel."""
     n, k, group = 2 * model.intermediate, model.hidden, 128 if name == "int4" and model.hidden % 128 == 0 else None
+    kinds = {"packed_linear": "H", "fp8_linear": "Q", "quantized_linear": "I"}
+    by_library = function == "packed_linear" and rows >= LIBRARY_ROWS
 
     def arguments(device: str) -> tuple[Any, ...]:
         x = _values(device, rows, k)
-        return x, _weight(name, n, k, group or k, device), None, torch.empty(rows, n, dtype=x.dtype, device=device)
+        weight = _int8_weight(n, k, device) if name == "int8" else _weight(name, n, k, group or k, device)
+        return x, weight, None, torch.empty(rows, n, dtype=x.dtype, device=device)
 
     bytes_of_weight = n * k // (2 if name == "int4" else 1)
     return KernelCase(
-        f"packed_linear {name}, {rows} rows",
-        *("quantized_linear", "packed_linear", arguments),
+        f"{function} {name}, {rows}",
+        *("quantized_linear", function, arguments),
         moved_bytes=bytes_of_weight if rows <= 64 else 0,
         flops=0 if rows <= 64 else 2 * rows * n * k,
-        has_matrix_products=True,
-        reference=_dequantized_linear,
+        matrix_kind="" if by_library else kinds[function],
+        needs_e4m3=function == "fp8_linear",
+        reference=_dequantized_linear if function == "packed_linear" else None,
     )
 
 
@@ -190,6 +204,15 @@ def _weight(name: str, n: int, k: int, group: int, device: str) -> Any:
     scales = torch.rand(-(-k // group), n, device=device) * 0.01
     zeros = torch.full_like(scales, 8.0) if name == "int4" else None
     return GpuWeight(kind, values, scales, zeros, None, run, group // run, None, n, k)
+
+
+def _int8_weight(n: int, k: int, device: str) -> Any:
+    from batchinfer.kernels.quantized_linear.gpu_weight import Int8GpuWeight
+    from batchinfer.kernels.quantized_linear.weight import GROUP
+
+    groups = -(-k // GROUP)
+    values = torch.randint(-127, 128, (n, groups * GROUP), dtype=torch.int8, device=device)
+    return Int8GpuWeight(values, torch.rand(groups, n, device=device) * 0.01, n, k)
 
 
 def _dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, out: Tensor) -> None:

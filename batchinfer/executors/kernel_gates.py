@@ -56,19 +56,20 @@ def models(names: Sequence[str]) -> list[ModelShape]:
 def verdicts(target: Target, model: ModelShape) -> Iterator[Verdict]:
     """Compiles the model's cases for the target, each when it is asked for."""
     for case in cases(model):
-        yield from _check(target, model, case)
+        if target.has_e4m3 or not case.needs_e4m3:
+            yield from _check(target, model, case)
 
 
 def _check(target: Target, model: ModelShape, case: KernelCase) -> Iterator[Verdict]:
     backend = importlib.import_module(f"batchinfer.kernels.{case.op}.gpu")
     with ahead_of_time(target) as launches:
         getattr(backend, case.function)(*case.arguments("meta"))
-    anatomies = [dissect(kernel, target) for kernel in launches.distinct]
-    lacks_matrix = case.has_matrix_products and not any(anatomy.matrix_products for anatomy in anatomies)
+    anatomies = [dissect(kernel, target, case.matrix_kind or "H") for kernel in launches.distinct]
+    lacks_matrix = bool(case.matrix_kind) and not any(anatomy.matrix_products for anatomy in anatomies)
     for anatomy in anatomies:
         found = [*_faults(anatomy, target)]
         if lacks_matrix:
-            found.append(f"no {target.matrix_instruction.strip(chr(92) + 'b')}")
+            found.append(f"no {target.matrix_pattern(case.matrix_kind).replace(chr(92) + 'b', '')}")
         faults = tuple(fault for fault in found if (anatomy.name, fault) not in EXCEPTIONS)
         reasons = [(fault, EXCEPTIONS[anatomy.name, fault]) for fault in found if fault not in faults]
         excused = tuple(f"{fault}: {reason}" for fault, reason in reasons)

@@ -24,16 +24,17 @@ class Anatomy:
     registers: int  # a thread
     spills: int  # instructions that move registers to memory and back (cuda), or registers that were moved (hip)
     shared_bytes: int
-    matrix_products: int  # instructions of the target's newest kind
+    matrix_products: int  # instructions of the target's newest kind for the operands asked for
     load_bits: dict[int, int]  # global loads by width
 
 
-def dissect(kernel: CompiledKernel, target: Target) -> Anatomy:
-    """Reads the machine code, for cuda with the disassembler that Triton brings."""
-    return _dissect_cuda(kernel, target) if target.backend == "cuda" else _dissect_hip(kernel, target)
+def dissect(kernel: CompiledKernel, target: Target, matrix_kind: str = "H") -> Anatomy:
+    """Reads the machine code, for cuda with the disassembler that Triton brings. matrix_kind: as matrix_pattern's."""
+    read = _dissect_cuda if target.backend == "cuda" else _dissect_hip
+    return read(kernel, target.matrix_pattern(matrix_kind))
 
 
-def _dissect_cuda(kernel: CompiledKernel, target: Target) -> Anatomy:
+def _dissect_cuda(kernel: CompiledKernel, matrix_pattern: str) -> Anatomy:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -46,7 +47,7 @@ def _dissect_cuda(kernel: CompiledKernel, target: Target) -> Anatomy:
         registers=max(int(n) for n in re.findall(r"REG:(\d+)", usage)),
         spills=len(re.findall(r"\b(?:STL|LDL)\b", sass)),
         shared_bytes=kernel.metadata.shared,
-        matrix_products=len(re.findall(target.matrix_instruction, sass)),
+        matrix_products=len(re.findall(matrix_pattern, sass)),
         load_bits=loads,
     )
 
@@ -63,7 +64,7 @@ def _cuda_width(load: str) -> int:
     return next((bits for name, bits in widths.items() if name in parts), 32)
 
 
-def _dissect_hip(kernel: CompiledKernel, target: Target) -> Anatomy:
+def _dissect_hip(kernel: CompiledKernel, matrix_pattern: str) -> Anatomy:
     code = kernel.asm["amdgcn"]
     loads: dict[int, int] = {}
     for width in _HIP_LOAD.findall(code):
@@ -78,6 +79,6 @@ def _dissect_hip(kernel: CompiledKernel, target: Target) -> Anatomy:
         registers=entry("vgpr_count"),
         spills=entry("vgpr_spill_count"),  # scalar registers go to lanes of vector ones, not to memory
         shared_bytes=kernel.metadata.shared,
-        matrix_products=len(re.findall(target.matrix_instruction, code)),
+        matrix_products=len(re.findall(matrix_pattern, code)),
         load_bits=loads,
     )

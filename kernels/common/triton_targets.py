@@ -2,6 +2,7 @@
 number formats, and by the gates that compile ahead of time."""
 
 import os
+import re
 from dataclasses import dataclass
 
 import triton
@@ -20,6 +21,12 @@ class Target:
     shared_bytes: int  # most that a block of threads may have
     has_e4m3: bool  # converts the format of the cache by itself
     matrix_instruction: str  # pattern of its newest kind of 16-bit matrix product in the disassembly
+
+    def matrix_pattern(self, kind: str = "H") -> str:
+        """Of products of another kind. kind: H, of 16-bit floats; Q, of 8-bit ones; I, of 8-bit integers."""
+        if self.backend == "cuda":
+            return re.sub(r"H(G?MMA)", rf"{kind}\1", self.matrix_instruction)
+        return self.matrix_instruction + {"H": r"f32\w*(?:f16|bf16)", "Q": r"f32\w*fp8", "I": r"i32"}[kind]
 
     @property
     def triton(self) -> GPUTarget:

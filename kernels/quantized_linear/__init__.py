@@ -39,9 +39,9 @@ def quantize_weight(weight: torch.Tensor) -> QuantizedWeight | Int8GpuWeight:
     it leaves products as they are and spreads outliers over the 64 (QuaRot, arXiv 2404.00456).
     """
     if weight.is_cuda:
-        from batchinfer.kernels.quantized_linear import gpu_int8  # here, as it brings Triton
+        from batchinfer.kernels.quantized_linear import gpu  # here, as it brings Triton
 
-        return gpu_int8.quantize_weight(weight)
+        return gpu.quantize_weight(weight)
     backend = cpu if cpu.can_run(weight) else reference
     return backend.quantize_weight(weight)
 
@@ -60,9 +60,9 @@ def quantized_linear(
     """
     out = _checked_out(x, weight, bias, out)
     if isinstance(weight, Int8GpuWeight):
-        from batchinfer.kernels.quantized_linear import gpu_int8  # here, as it brings Triton
+        from batchinfer.kernels.quantized_linear import gpu  # here, as it brings Triton
 
-        gpu_int8.quantized_linear(x, weight, bias, out)
+        gpu.quantized_linear(x, weight, bias, out)
         return out
     backend = cpu if cpu.can_run(x) else reference
     backend.quantized_linear(x, weight, bias, out)
@@ -134,9 +134,9 @@ def fp8_linear(
     """
     out = _checked_out(x, weight, bias, out)
     if isinstance(weight, GpuWeight):
-        from batchinfer.kernels.quantized_linear import gpu_fp8  # here, as it brings Triton
+        from batchinfer.kernels.quantized_linear import gpu  # here, as it brings Triton
 
-        gpu_fp8.fp8_linear(x, weight, bias, out)
+        gpu.fp8_linear(x, weight, bias, out)
         return out
     backend = cpu if cpu.can_run(x) else reference
     backend.fp8_linear(x, weight, bias, out)

@@ -1,6 +1,6 @@
-"""Triton backend of packed_linear: weights are unpacked to the activations' format in registers, as the left operand of
-the products, so that few rows of activations still fill the matrix instructions. From LIBRARY_ROWS rows on a weight is
-written out once a call, and the library multiplies.
+"""Triton backend of the package, of which packed_linear is here: weights are unpacked to the activations' format in
+registers, as the left operand of the products, so that few rows of activations still fill the matrix instructions. From
+LIBRARY_ROWS rows on a weight is written out once a call, and the library multiplies.
 
 Which of the two ways a call takes, and how many parts the inputs are cut into, depend on the weight and the number of
 rows.
@@ -15,10 +15,12 @@ import triton.language as tl
 from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.quantized_linear import gpu_tiles
 from batchinfer.kernels.quantized_linear.gpu_dequantize import byte, dequantize, scaled, small
+from batchinfer.kernels.quantized_linear.gpu_fp8 import fp8_linear
+from batchinfer.kernels.quantized_linear.gpu_int8 import quantize_weight, quantized_linear
 from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N
 from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight, pack_weight
 
-__all__ = ["LIBRARY_ROWS", "pack_weight", "packed_linear"]
+__all__ = ["LIBRARY_ROWS", "fp8_linear", "pack_weight", "packed_linear", "quantize_weight", "quantized_linear"]
 
 # Predicted, not measured: with the weight written out, 2.5 bytes a number are moved beyond the product itself. With the
 # library at 80% of the matrix rate P and the fused kernel at a share f of it, that is won back above so many rows:
@@ -26,8 +28,8 @@ __all__ = ["LIBRARY_ROWS", "pack_weight", "packed_linear"]
 LIBRARY_ROWS = {"ampere": 260, "small": 270, "hopper": 350, "blackwell": 470, "cdna3": 410}
 # Of each generation: most rows of a tile, warps of smaller tiles and of that, stages of the pipeline.
 _TILES = {
-    "ampere": (128, 4, 8, 3),
-    "small": (128, 4, 8, 2),
+    "ampere": (128, 8, 8, 3),
+    "small": (128, 8, 8, 2),
     "hopper": (128, 4, 8, 4),
     "blackwell": (128, 4, 8, 4),
     "cdna3": (128, 4, 8, 1),

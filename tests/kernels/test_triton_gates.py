@@ -1,6 +1,7 @@
 """The gates of the GPU kernels, which need no GPU: what the compiled code is made of, and that nothing is compiled anew
 within a job."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,32 @@ def test_a_product_of_few_rows_uses_wgmma(monkeypatch):
     assert verdict.anatomy.matrix_products > 0
 
 
+@pytest.mark.parametrize(("case", "kind"), [("fp8_linear int4, 16", "Q"), ("quantized_linear int8, 16", "I")])
+def test_products_of_8_bits_use_wgmma_for_them(monkeypatch, case, kind):
+    (chosen,) = some_cases(monkeypatch, case)
+    found = list(verdicts(TARGETS["sm_90"], LLAMA))
+    assert [table_row(verdict) for verdict in found if verdict.faults] == []
+    assert chosen.matrix_kind == kind
+    assert sum(verdict.anatomy.matrix_products for verdict in found) > 0
+
+
+def test_products_that_a_target_has_not_are_left_out_and_told_from_others(monkeypatch):
+    some_cases(monkeypatch, "fp8_linear int4, 16")
+    assert list(verdicts(TARGETS["sm_80"], LLAMA)) == []
+    assert TARGETS["sm_80"].matrix_pattern() == r"\bHMMA\b"
+    assert TARGETS["sm_90"].matrix_pattern("Q") == r"\bQGMMA\b"
+    assert TARGETS["sm_100"].matrix_pattern("I") == r"\bUTCIMMA\b"
+    assert re.search(TARGETS["gfx942"].matrix_pattern("I"), "v_mfma_i32_32x32x16_i8 a[0:15]")
+    assert not re.search(TARGETS["gfx942"].matrix_pattern("I"), "v_mfma_f32_32x32x8_bf16_1k a[0:15]")
+    assert re.search(TARGETS["gfx942"].matrix_pattern(), "v_mfma_f32_32x32x8_bf16_1k a[0:15]")
+
+
+def test_weights_are_written_out_for_many_rows(monkeypatch):
+    some_cases(monkeypatch, "packed_linear int4, 512")
+    (verdict,) = verdicts(TARGETS["sm_90"], LLAMA)
+    assert (verdict.anatomy.name, verdict.faults) == ("_dequantize", ())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", LARGEST_AND_SMALLEST, ids=lambda model: model.name)
 @pytest.mark.parametrize("target", list(TARGETS))
@@ -58,7 +85,7 @@ def test_a_kernel_that_breaks_a_gate_is_found(monkeypatch):
     some_cases(monkeypatch, "gated")
     target = TARGETS["sm_90"]
     broken = Anatomy("kernel", 255, 3, target.shared_bytes + 1, 0, {32: 4, 8: 1})
-    monkeypatch.setattr("batchinfer.executors.kernel_gates.dissect", lambda kernel, target: broken)
+    monkeypatch.setattr("batchinfer.executors.kernel_gates.dissect", lambda *arguments: broken)
     (verdict,) = verdicts(target, LLAMA)
     faults = ("3 spills", "more shared memory than 227 KiB", "no loads of 16 bytes", "loads of single bytes")
     assert verdict.faults == faults
