@@ -32,6 +32,7 @@ def memory_budget(
     device: str,
     cache: KVCacheSpec,
     num_blocks: int,
+    scratch_bytes: int = 0,
 ) -> dict[str, Any]:
     """What a run takes of its device with a cache of that many blocks; arguments as of size_cache.
 
@@ -43,7 +44,7 @@ def memory_budget(
     is_limited = config.cache.kv_cache_memory is None and free_bytes is not None
     parts = {
         "weights_bytes": weight_bytes,
-        "activations_bytes": activation_bytes(model, step_tokens) - LOGITS_BYTES,
+        "activations_bytes": activation_bytes(model, step_tokens) - LOGITS_BYTES + scratch_bytes,
         "logits_bytes": LOGITS_BYTES,
         "cache_bytes": num_blocks * cache.bytes_per_block(),
     }
@@ -84,10 +85,17 @@ def _limits(budget: Mapping[str, Any]) -> str:
 
 
 def size_cache(
-    config: JobConfig, model: DecoderSpec, cache: KVCacheSpec, weight_bytes: int, free_bytes: int, device: str
+    config: JobConfig,
+    model: DecoderSpec,
+    cache: KVCacheSpec,
+    weight_bytes: int,
+    free_bytes: int,
+    device: str,
+    scratch_bytes: int = 0,
 ) -> CacheSize:
     """As many blocks as --kv-cache-memory or the share of `free_bytes` (before the weights were loaded) allows, but no
-    more than max_num_seqs sequences of max_model_len fill. device: "cpu" or "cuda".
+    more than max_num_seqs sequences of max_model_len fill. device: "cpu" or "cuda". scratch_bytes: most that a product
+    takes beside operands and results, which counts as activations: a GPU writes a quantised weight out for many rows.
 
     Raises UsageError, with the numbers, where an explicit max_model_len fits neither model nor cache, and where the
     memory holds no cache at all.
@@ -99,7 +107,7 @@ def size_cache(
         )
     longest = wanted_len or model.max_position_embeddings
     most_blocks = config.scheduler.max_num_seqs * -(-longest // cache.block_size)
-    memory = _cache_bytes(config, model, weight_bytes, free_bytes, device)
+    memory = _cache_bytes(config, model, weight_bytes + scratch_bytes, free_bytes, device)
     num_blocks = min(cache.num_blocks(memory), most_blocks)
     capacity = num_blocks * cache.block_size
     if capacity < 2:

@@ -125,14 +125,15 @@ def build_engine(
     from batchinfer.executors.cache_size import describe, memory_budget, memory_table, size_cache
 
     decoder, spec = model.decoder, cache_spec(config.cache, model, wide_layers)
-    size = size_cache(config, decoder.spec, spec, decoder.weight_bytes, model.free_bytes, model.device)
+    scratch = decoder.scratch_bytes
+    size = size_cache(config, decoder.spec, spec, decoder.weight_bytes, model.free_bytes, model.device, scratch)
     for line in describe(size, spec, config.scheduler.max_num_seqs):
         report(line)
     if config.scheduler.reserves and config.cache.enable_prefix_caching:
         report("--kv-allocation contiguous: nothing of the cache can be shared, so prefix caching is off")
     cache = PagedKVCache(spec, size.num_blocks, model.device)
     if config.cache.explain_memory:
-        sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks)
+        sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks, scratch)
         for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):
             report(line)
     engine = _engine(config, model, cache, size.max_model_len, overlaps, report)

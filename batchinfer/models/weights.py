@@ -74,12 +74,13 @@ class _Builder:
         final_norm = self._vector(names.final_norm, spec.hidden_size)
         if self._activation_dtype == "fp8":  # errors of the head's product would be the logits'
             self._activation_dtype = "auto"
+        scratch_bytes = self._scratch_bytes  # without the head's: results wider than activations need none
         lm_head = self._lm_head(embedding, stored)
         if self._unused:
             raise BatchInferError(f"{self._source.where}: tensor {min(self._unused)} has no place in this model")
         static_dtypes = kv_scale_dtypes if are_usable(self._kv_scales, self._source.where) else ()
         sizes = (self._num_parameters, self._weight_bytes)
-        return Decoder(spec, embedding, layers, final_norm, lm_head, *sizes, static_dtypes, self._scratch_bytes)
+        return Decoder(spec, embedding, layers, final_norm, lm_head, *sizes, static_dtypes, scratch_bytes)
 
     def _embedding(self) -> tuple[Tensor, Stored | None]:
         """The table that rows are looked up in, in the model's precision, and the quantised form that it came from."""

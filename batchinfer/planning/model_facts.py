@@ -83,7 +83,8 @@ def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
     dtype = own_dtype(files.path, spec, scheme is not None) if options.dtype == "auto" else options.dtype
     device, free_bytes = _device(options)
     tensors = read_heads(files.path)
-    form = WeightForm(dtype, options.activation_dtype == "int8", _packs(dtype, device), getattr(scheme, "types", {}))
+    activations, types = options.activation_dtype, getattr(scheme, "types", {})
+    form = WeightForm(dtype, activations == "int8", _packs(dtype, device), types, activations == "fp8")
     return ModelFacts(
         files,
         spec,

@@ -4,7 +4,7 @@ plan.py."""
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,13 +40,14 @@ class WeightSizes:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How the weights will be kept. dtype: as in "bf16". int8: --activation-dtype int8. packs: products read a form of
+    """How the weights will be kept. dtype: as in "bf16". int8, fp8: --activation-dtype. packs: products read a form of
     their own, so that a tied head is kept beside the embedding. gguf_types: of each module that is kept in blocks."""
 
     dtype: str
     int8: bool
     packs: bool
     gguf_types: Mapping[str, str]
+    fp8: bool = False
 
 
 def read_heads(path: Path) -> dict[str, StoredTensor]:
@@ -78,7 +79,7 @@ def _read_head(file: Path) -> Iterator[tuple[str, StoredTensor]]:
 def weight_sizes(tensors: Mapping[str, StoredTensor], spec: DecoderSpec, form: WeightForm) -> WeightSizes:
     """What models/weights.build_decoder makes of the tensors."""
     names = WeightNames()
-    sizes = _Sizes(form)
+    sizes, sizes_of_head = _Sizes(form), _Sizes(replace(form, fp8=False))
     embedding, head = names.embedding.removesuffix(".weight"), names.lm_head.removesuffix(".weight")
     of_modules: dict[str, list[str]] = {}
     for name in tensors:
@@ -90,12 +91,12 @@ def weight_sizes(tensors: Mapping[str, StoredTensor], spec: DecoderSpec, form: W
         if module == embedding:
             total += spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[form.dtype]
             tied = spec.tie_word_embeddings and not _is_quantized(tensors, head)
-            head_bytes = max(head_bytes, sizes.projection(module, stored)) if tied else head_bytes
+            head_bytes = max(head_bytes, sizes_of_head.projection(module, stored)) if tied else head_bytes
             total += head_bytes if tied and (form.packs or form.int8 or _is_quantized(tensors, module)) else 0
         elif module == head:
             if spec.tie_word_embeddings and not _is_quantized(tensors, head):
                 continue
-            head_bytes = sizes.projection(module, stored)
+            head_bytes = sizes_of_head.projection(module, stored)
             total += head_bytes
         else:
             size = sizes.projection(module, stored)
@@ -126,6 +127,8 @@ class _Sizes:
             return tensor.num_bytes
         if suffix == ".weight" and len(tensor.shape) == 2 and self._form.int8:
             return _int8_bytes(*tensor.shape)
+        if suffix == ".weight" and len(tensor.shape) == 2 and self._form.fp8:
+            return _fp8_bytes(*tensor.shape)
         return math.prod(tensor.shape) * ELEMENT_BYTES[self._form.dtype]
 
     def _bias(self, stored: Mapping[str, StoredTensor]) -> int:
@@ -160,6 +163,12 @@ def _int8_bytes(num_outputs: int, num_inputs: int) -> int:
     """As QuantizedWeight: a byte a number, and a scale and an offset of 4 bytes each a group."""
     outputs = -(-num_outputs // _INT8_OUTPUTS) * _INT8_OUTPUTS
     return outputs * (-(-num_inputs // _INT8_ROTATION) * _INT8_ROTATION + -(-num_inputs // _INT8_GROUP) * 8)
+
+
+def _fp8_bytes(num_outputs: int, num_inputs: int) -> int:
+    """As PackedWeight: a byte a number, and of each output a scale and a zero of 4 bytes each."""
+    outputs = -(-num_outputs // _INT8_OUTPUTS) * _INT8_OUTPUTS
+    return outputs * (-(-num_inputs // 4) * 4 + 8)
 
 
 def _module(name: str) -> str:

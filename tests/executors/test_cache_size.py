@@ -63,6 +63,16 @@ def test_a_share_of_free_memory_less_weights_and_activations(device, options, sh
     assert found.num_blocks == min(left // BLOCK_BYTES, 10_000 * 32)
 
 
+def test_scratch_of_products_counts_as_activations():
+    config = JobConfig.from_options({"max_num_seqs": 10_000})
+    scratch = 1000 * BLOCK_BYTES
+    plain, less = (size_cache(config, MODEL, CACHE, 0, GIB, "cuda", each) for each in (0, scratch))
+    assert plain.num_blocks - less.num_blocks == 1000
+    budgets = [memory_budget(config, MODEL, 0, GIB, "cuda", CACHE, 10, each) for each in (0, scratch)]
+    assert budgets[1]["activations_bytes"] - budgets[0]["activations_bytes"] == scratch
+    assert budgets[1]["total_bytes"] - budgets[0]["total_bytes"] == scratch
+
+
 def test_the_allowance_grows_with_the_step():
     per_token = activation_bytes(MODEL, 1001) - activation_bytes(MODEL, 1000)
     widest_layer = 4 * (2 * MODEL.intermediate_size + MODEL.intermediate_size)  # gate, up and product in float32

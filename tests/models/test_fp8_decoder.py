@@ -81,6 +81,19 @@ def test_a_device_without_e4m3_is_told_what_to_do(tmp_path, monkeypatch):
     assert load_decoder(path, "fp32", activation_dtype="int8").num_parameters > 0
 
 
+def test_the_largest_scratch_of_layers_is_known(tmp_path, monkeypatch):
+    """Which a GPU's form of a weight has."""
+    path = write_checkpoint(tmp_path / "a", tiny(), "gptq", lm_head=True).path
+    assert load_decoder(path, "fp32").scratch_bytes == 0
+
+    def written_out(self, dtype):
+        return self._weight.num_outputs * self._weight.num_inputs * dtype.itemsize
+
+    monkeypatch.setattr(PackedLinear, "scratch_bytes", written_out)
+    assert load_decoder(path, "bf16").scratch_bytes == 2 * (2 * 128) * 64  # gate and up; the head has 96 x 64
+    assert load_decoder(path, "fp32", activation_dtype="fp8").scratch_bytes == 0
+
+
 def test_what_was_decided_is_reported(tmp_path):
     lines: list[str] = []
     load_decoder(write_checkpoint(tmp_path / "a", tiny(), "awq").path, activation_dtype="fp8", report=lines.append)

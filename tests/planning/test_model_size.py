@@ -20,11 +20,14 @@ FORMS = ["awq", "gptq", "compressed-tensors", "compressed-tensors-fp8", "fp8", "
 def forecast(path: Path, dtype: str, activation_dtype: str = "auto") -> WeightSizes:
     packs = dtype == "bf16" and PackedLinear.is_best_for(torch.empty(1, 1, dtype=torch.bfloat16))
     types = getattr(load_scheme(path), "types", {})
-    return weight_sizes(read_heads(path), load_spec(path), WeightForm(dtype, activation_dtype == "int8", packs, types))
+    form = WeightForm(dtype, activation_dtype == "int8", packs, types, activation_dtype == "fp8")
+    return weight_sizes(read_heads(path), load_spec(path), form)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("dtype", "activation_dtype"), [("fp32", "auto"), ("bf16", "auto"), ("bf16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "activation_dtype"), [("fp32", "auto"), ("bf16", "auto"), ("bf16", "int8"), ("bf16", "fp8")]
+)
 def test_weights_take_what_loading_them_takes(tmp_path: Path, tied: bool, dtype: str, activation_dtype: str) -> None:
     path = save(make_hf_model("qwen2", tie_word_embeddings=tied, vocab_size=256, **SIZES), tmp_path)  # with biases
     loaded = load_decoder(path, dtype, activation_dtype=activation_dtype)
