@@ -11,6 +11,7 @@ from torch import Tensor
 from batchinfer.engine.input_builder import ForwardBatch
 from batchinfer.engine.model import Model
 from batchinfer.kernels import sampling
+from batchinfer.kernels.common.key_offset import SEGMENT
 from batchinfer.kernels.sampling import LogitChanges, RowTokens
 
 
@@ -23,6 +24,7 @@ def warm_up(model: Model, cache: Any, max_num_batched_tokens: int, max_num_seqs:
     """
     for num_tokens in _sizes(max_num_batched_tokens):
         model.forward(*_idle_pass(model, cache, num_tokens, num_seqs=1))
+    model.forward(*_idle_pass(model, cache, 2, 1, num_blocks=SEGMENT + 1))  # keys may differ by segments
     for num_seqs in _sizes(max_num_seqs):
         hidden = model.forward(*_idle_pass(model, cache, num_seqs, num_seqs))
         _sample(model.compute_logits(hidden[: min(num_seqs, most_logits)].zero_()))
@@ -36,8 +38,11 @@ def _sizes(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _idle_pass(model: Model, cache: Any, num_tokens: int, num_seqs: int) -> tuple[ForwardBatch, Any, Tensor]:
-    """Arguments of Model.forward: equally long sequences of tokens without a place in the cache."""
+def _idle_pass(
+    model: Model, cache: Any, num_tokens: int, num_seqs: int, num_blocks: int = 1
+) -> tuple[ForwardBatch, Any, Tensor]:
+    """Arguments of Model.forward: equally long sequences of tokens without a place in the cache. num_blocks: width of
+    the table."""
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=model.device)
@@ -47,7 +52,7 @@ def _idle_pass(model: Model, cache: Any, num_tokens: int, num_seqs: int) -> tupl
         token_ids=zeros(num_tokens, dtype=torch.int64),
         positions=zeros(num_tokens, dtype=torch.int64),
         slot_mapping=zeros(num_tokens, dtype=torch.int64) - 1,
-        block_table=zeros(num_seqs, 1, dtype=torch.int32),
+        block_table=zeros(num_seqs, num_blocks, dtype=torch.int32),
         cu_seqlens_q=offsets,
         seq_lens=zeros(num_seqs, dtype=torch.int32),
         prompt_lens=zeros(num_seqs, dtype=torch.int32),
