@@ -68,8 +68,10 @@ def _paged_attention(
     end, used = tl.minimum(first_position + BLOCK_Q, seq_len), 1
     if SPLIT is not None:
         keys, used = segment_of(seq_len, first_key, TILE[1], SPLIT[0], SPLIT[1])
-        first_key += tl.program_id(1) * keys
-        end = tl.minimum(end, first_key + keys)
+        first_key, end = (
+            first_key + tl.program_id(1) * keys,
+            tl.minimum(end, first_key + tl.program_id(1) * keys + keys),
+        )
         if first_key >= end:
             return
     row = token * (SHAPE[0] * GROUP) + head
@@ -80,8 +82,7 @@ def _paged_attention(
         *(NATIVE, VARIANT[0], VARIANT[1], TILE[1]),
     )
     if SPLIT is not None and used > 1:
-        part = (sequence.to(tl.int64) * (SHAPE[0] * GROUP) + head) * room + tl.program_id(1)
-        _store_part(parts, part, weighted * top, total, best, is_row)
+        _store_part(parts, sequence, SHAPE[0] * GROUP, head, room, weighted * top, total, best, is_row)
     else:
         top *= 1.0 if statics[1] is None else tl.load(statics[1] + kv_head * VARIANT[2][1])
         if sinks_ptr is not None:
@@ -98,7 +99,8 @@ def _lengths(batch, sequence):
 
 
 @triton.jit
-def _store_part(parts, at, weighted, total, best, mask):
+def _store_part(parts, sequence, num_heads, head, room, weighted, total, best, mask):
+    at = (sequence.to(tl.int64) * num_heads + head) * room + tl.program_id(1)
     dim = tl.arange(0, weighted.shape[1])
     tl.store(parts[0] + at[:, None] * weighted.shape[1] + dim[None, :], weighted, mask[:, None])
     tl.store(parts[1] + at, total, mask)

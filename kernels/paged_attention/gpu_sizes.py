@@ -15,7 +15,7 @@ _CHUNKS: dict[str, tuple[Sizes, Sizes, Sizes]] = {
         (64, 32, {"num_warps": 4, "num_stages": 2}),
     ),
     "ampere, codes": (  # taking them apart needs registers
-        (64, 64, {"num_warps": 4, "num_stages": 3}),
+        (64, 32, {"num_warps": 8, "num_stages": 1}),
         (64, 32, {"num_warps": 8, "num_stages": 1}),
         (64, 16, {"num_warps": 4, "num_stages": 1}),
     ),
@@ -24,13 +24,28 @@ _CHUNKS: dict[str, tuple[Sizes, Sizes, Sizes]] = {
         (64, 32, {"num_warps": 4, "num_stages": 2}),
         (64, 16, {"num_warps": 4, "num_stages": 1}),
     ),
+    "small, codes": (
+        (64, 32, {"num_warps": 4, "num_stages": 2}),
+        (64, 32, {"num_warps": 8, "num_stages": 1}),
+        (64, 16, {"num_warps": 4, "num_stages": 1}),
+    ),
     "hopper": (
         (128, 128, {"num_warps": 8, "num_stages": 2}),
         (128, 64, {"num_warps": 8, "num_stages": 2}),
         (128, 32, {"num_warps": 8, "num_stages": 2}),
     ),
+    "hopper, codes": (
+        (128, 64, {"num_warps": 8, "num_stages": 2}),
+        (128, 64, {"num_warps": 8, "num_stages": 2}),
+        (128, 32, {"num_warps": 8, "num_stages": 2}),
+    ),
     "blackwell": (
         (128, 128, {"num_warps": 8, "num_stages": 2}),
+        (128, 64, {"num_warps": 8, "num_stages": 2}),
+        (128, 32, {"num_warps": 8, "num_stages": 2}),
+    ),
+    "blackwell, codes": (
+        (128, 64, {"num_warps": 8, "num_stages": 2}),
         (128, 64, {"num_warps": 8, "num_stages": 2}),
         (128, 32, {"num_warps": 8, "num_stages": 2}),
     ),
@@ -66,4 +81,6 @@ def attention_sizes(dim_block: int, group: int, dtype: torch.dtype, has_codes: b
         single_keys //= 2
     elif dim_block <= 64:
         single_keys = max(single_keys, 64)  # enough for each thread to load 16 bytes at once
+        if generation in ("hopper", "blackwell"):  # triton 3.6 spills with more stages
+            single_options = {**single_options, "num_stages": 2}
     return (max(rows, least), keys, options), (least, single_keys, single_options)
