@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batchinfer.cache.paged_kv import PagedKVCache
     from batchinfer.models.decoder import Decoder
 
+_LEAST_CAPABILITY = (8, 0)
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -71,6 +72,8 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
     from batchinfer.models.loader import eos_token_ids, load_decoder
 
     device = choose_device(config.model.device, torch.cuda.is_available())
+    if device == "cuda" and torch.version.hip is None:
+        check_capability(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     torch.set_num_threads(config.model.threads or usable_processors())
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
     allowed = [name for name in config.model.allow_config_fields.split(",") if name]
@@ -198,6 +201,16 @@ def choose_device(wanted: str, has_cuda: bool) -> str:
     if wanted == "cuda" and not has_cuda:
         raise UsageError("--device cuda: torch sees no CUDA device; use --device cpu, or check the driver")
     return ("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """capability: CUDA's of the GPU called `name`. Raises UsageError where it is too old for the kernels."""
+    if capability < _LEAST_CAPABILITY:
+        found, least = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+        raise UsageError(
+            f"--device cuda: the {name} has compute capability {found}, the kernels need {least} or newer; "
+            "use --device cpu"
+        )
 
 
 def usable_processors() -> int:
