@@ -64,6 +64,7 @@ class ModelRunner:
         self._scores_prompt = np.zeros(max_num_seqs, np.bool_)  # by slot
         self._prompt_lens = np.zeros(max_num_seqs, np.int32)  # by slot
         self._steps: deque[InFlightStep] = deque()  # in flight, oldest first
+        self._max_blocks = -(-max_model_len // block_size)  # of a sequence
         self._most_logits = max(1, _LOGITS_ELEMENTS // model.vocab_size)  # rows made at once
         self._most_tokens: float = math.inf  # of one forward pass; halved where the device has no memory for it
         # Read and written by launched work only:
@@ -75,7 +76,8 @@ class ModelRunner:
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """Compiles and loads what steps of up to that many tokens launch beside graphs. Raises as submit does."""
         with device_errors(None):
-            warm_up(self._model, self._cache, max_num_batched_tokens, len(self._requests), self._most_logits)
+            sizes = (max_num_batched_tokens, len(self._requests), self._max_blocks)
+            warm_up(self._model, self._cache, *sizes, self._most_logits)
 
     def submit(self, output: SchedulerOutput) -> StepHandle:
         """Raises BatchInferError where the device fails or has no memory left."""

@@ -11,20 +11,21 @@ from torch import Tensor
 from batchinfer.engine.input_builder import ForwardBatch
 from batchinfer.engine.model import Model
 from batchinfer.kernels import sampling
-from batchinfer.kernels.common.key_offset import SEGMENT
 from batchinfer.kernels.sampling import LogitChanges, RowTokens
 
 
 @torch.inference_mode()
-def warm_up(model: Model, cache: Any, max_num_batched_tokens: int, max_num_seqs: int, most_logits: int) -> None:
+def warm_up(
+    model: Model, cache: Any, max_num_batched_tokens: int, max_num_seqs: int, max_blocks: int, most_logits: int
+) -> None:
     """Passes over one sequence and over sequences of one token, and tokens for their rows, of sizes that double up to
     the largest: kernels are chosen by such sizes. Nothing of the cache is read or written.
 
-    most_logits: rows of logits that a step makes at once.
+    max_blocks: of a sequence. most_logits: rows of logits that a step makes at once.
     """
     for num_tokens in _sizes(max_num_batched_tokens):
         model.forward(*_idle_pass(model, cache, num_tokens, num_seqs=1))
-    model.forward(*_idle_pass(model, cache, 2, 1, num_blocks=SEGMENT + 1))  # keys may differ by segments
+    model.forward(*_idle_pass(model, cache, 2, 1, max_blocks))  # long contexts take other kernels
     for num_seqs in _sizes(max_num_seqs):
         hidden = model.forward(*_idle_pass(model, cache, num_seqs, num_seqs))
         _sample(model.compute_logits(hidden[: min(num_seqs, most_logits)].zero_()))

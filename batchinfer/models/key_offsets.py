@@ -34,6 +34,7 @@ class KeyOffsets:
         self._num_segments = 0
         self._offsets = [None if s is None else s.mean.new_empty(0, *s.mean.shape) for s in statistics]
         self._weights = list(self._offsets)
+        self._outgrown: list[Tensor] = []  # captured graphs go on reading the tables that they were captured with
 
     def cover(self, num_positions: int) -> None:
         """Makes the tables long enough. A segment's values do not depend on when it came."""
@@ -46,6 +47,7 @@ class KeyOffsets:
         for layer, known in enumerate(self._statistics):
             offsets, weights = self._offsets[layer], self._weights[layer]
             if known is not None and offsets is not None and weights is not None:
+                self._outgrown += (offsets, weights)
                 self._offsets[layer] = torch.cat((offsets, turn(known.mean, mean_turns)))
                 self._weights[layer] = torch.cat((weights, _weights(known, squares)))
         self._num_segments += len(added)

@@ -1,6 +1,9 @@
 """Captured decode steps over a tiny random Llama: rows that fill a size up are neither written nor read, and tokens are
 those of steps launched kernel by kernel."""
 
+import weakref
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,13 +15,17 @@ from batchinfer.cache.block_pool import BlockPool
 from batchinfer.cache.paged_kv import PagedKVCache
 from batchinfer.config import JobConfig, SchedulerConfig
 from batchinfer.engine.cuda_graphs import DecodeGraphs, GraphPlan
+from batchinfer.engine.device_queue import ImmediateQueue
 from batchinfer.engine.engine import Engine
+from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.persistent_batch import StepInputs
 from batchinfer.engine.staged_queue import StagedQueue
 from batchinfer.engine.warm_up import warm_up
 from batchinfer.executors import gpu_steps, local
 from batchinfer.executors.local import LoadedModel
+from batchinfer.models.decoder import Decoder
 from batchinfer.models.families.registry import parse_config
+from batchinfer.models.key_offsets import KeyStatistics
 from batchinfer.models.weights import build_decoder
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS = 61, 4, 100
@@ -43,8 +50,12 @@ def one_thread():
 @pytest.fixture(scope="module", params=["default", "dynamic"])
 def decoder(request):
     """With frequencies that depend on the prompt's length, too."""
+    return make_decoder(request.param)
+
+
+def make_decoder(rope_type: str) -> Decoder:
     torch.manual_seed(0)
-    rope = {"rope_type": request.param, "rope_theta": 10000.0} | ({"factor": 4.0} if request.param != "default" else {})
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0} | ({"factor": 4.0} if rope_type != "default" else {})
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=48,
@@ -52,7 +63,7 @@ def decoder(request):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=16 if request.param == "dynamic" else 64,
+        max_position_embeddings=16 if rope_type == "dynamic" else 64,
         initializer_range=0.5,
         tie_word_embeddings=False,
         dtype="float32",
@@ -125,7 +136,7 @@ def test_the_engine_of_a_gpu_gives_the_cpus_answers(decoder, enforce_eager, monk
     assert line.endswith("compiled" if enforce_eager else "4 graphs of decode steps captured")  # of 1, 2, 4 and 5 rows
 
 
-def step_inputs(num_seqs: int, blocks: np.ndarray, last_token: int = 9) -> StepInputs:
+def step_inputs(num_seqs: int, blocks: np.ndarray) -> StepInputs:
     """Sequence i has one block, blocks[i], and computes its first token; the last one's is not known to the host."""
     token_ids = np.arange(num_seqs)
     token_ids[-1] = -1
@@ -178,9 +189,9 @@ def test_steps_that_no_graph_fits_run_without(decoder):
     assert graphs.prepare(step_inputs(4, np.arange(4)), lens[:4], torch.from_numpy) is not None
     assert graphs.prepare(step_inputs(5, np.arange(5)), lens, torch.from_numpy) is None
     two_blocks = step_inputs(2, np.arange(2))
-    wide = StepInputs(**{n: getattr(two_blocks, n) for n in two_blocks.__dataclass_fields__} | {"block_table": np.zeros((2, 2), np.int32)})  # fmt: skip  # noqa: E501
+    wide = replace(two_blocks, block_table=np.zeros((2, 2), np.int32))
     assert graphs.prepare(wide, lens[:2], torch.from_numpy) is None
-    chunk = StepInputs(**{n: getattr(two_blocks, n) for n in two_blocks.__dataclass_fields__} | {"token_ids": np.zeros(3, np.int64)})  # fmt: skip  # noqa: E501
+    chunk = replace(two_blocks, token_ids=np.zeros(3, np.int64))
     assert graphs.prepare(chunk, lens[:2], torch.from_numpy) is None
 
 
@@ -198,8 +209,26 @@ def test_warming_up_touches_nothing_of_the_cache(decoder):
             assert len(hidden) <= 3
             return decoder.compute_logits(hidden)
 
-    warm_up(Watching(), cache, max_num_batched_tokens=20, max_num_seqs=6, most_logits=3)
-    assert sizes == [(n, 1) for n in (1, 2, 4, 8, 16, 20)] + [(n, n) for n in (1, 2, 4, 6)]
+    warm_up(Watching(), cache, max_num_batched_tokens=20, max_num_seqs=6, max_blocks=7, most_logits=3)
+    assert sizes == [(n, 1) for n in (1, 2, 4, 8, 16, 20, 2)] + [(n, n) for n in (1, 2, 4, 6)]
     for layer in range(2):
         assert (cache.key(layer) == 0.5).all()
         assert (cache.value(layer) == 0.5).all()
+
+
+def test_graphs_read_the_tables_of_keys_that_they_were_captured_with():
+    """Those of an 8-bit cache grow with the positions asked for; what a graph reads must neither move nor be freed."""
+    decoder = make_decoder("default")
+    decoder.take_off_keys([KeyStatistics(torch.ones(2, 12), torch.ones(2, 12), torch.zeros(2, 12))] * 2)
+    cache = PagedKVCache(decoder.kv_cache_spec(BLOCK_SIZE, "fp8"), NUM_BLOCKS)
+    graphs = GraphPlan(FakeCapture(), (4,), (13,))
+    runner = ModelRunner(decoder, cache, 4, 50, BLOCK_SIZE, frozenset(), ImmediateQueue(), 2, graphs)
+    captured = [table for layer in range(2) for table in decoder._key_offsets.tables(layer)]
+    runner.warm_up(max_num_batched_tokens=16)
+    now = [table for layer in range(2) for table in decoder._key_offsets.tables(layer)]
+    assert all(a is b for a, b in zip(captured, now, strict=True))
+    decoder._key_offsets.cover(5000)  # for an engine of longer sequences
+    assert decoder._key_offsets.tables(0)[0] is not captured[0]
+    seen = [weakref.ref(table) for table in captured]
+    del captured, now
+    assert all(table() is not None for table in seen)

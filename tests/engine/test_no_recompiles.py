@@ -129,7 +129,7 @@ def test_steps_after_the_warm_up_find_all_kernels_compiled(target, kv_dtype, qua
     rng = random.Random(0)
     decoder, cache = make_model(kv_dtype, quantized)
     with variants(TARGETS[target]) as launches:
-        warm_up(decoder, cache, MAX_TOKENS, MAX_SEQS, most_logits=128)
+        warm_up(decoder, cache, MAX_TOKENS, MAX_SEQS, MOST_BLOCKS, most_logits=128)
         warm = {id(kernel) for kernel in launches.distinct}
         assert {"_rms_norm", "_rotary_kv_store", "_paged_attention", "find_cuts"} <= {k.name for k in launches.distinct}
         assert len(warm) < 80  # a finite set, whatever the sizes
