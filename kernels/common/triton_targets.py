@@ -53,6 +53,12 @@ FUSED = {"enable_fp_fusion": True}  # of each launch: Triton's default turns in 
 INTERPRETED = TARGETS["sm_80"]  # stands in where TRITON_INTERPRET=1 runs kernels without a device
 
 
+def registers(number: int) -> dict[str, int]:
+    """The option of a launch that lets each thread of a CUDA device have so many: by itself ptxas may rather spill a
+    few than have fewer threads at once."""
+    return {"maxnreg": number} if current().backend == "cuda" else {}
+
+
 def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_targets import FUSED
 from batchinfer.kernels.sampling.changes import LogitChanges
 from batchinfer.kernels.sampling.gpu_changes import Offsets, changed_logits, offsets_of
@@ -19,6 +20,7 @@ from torch import Tensor
 
 _TILE = 256  # tokens of which the highest logit is kept
 _BLOCK = 4096  # that a program reads at once, whole tiles
+_SEARCHED = 2048  # of them where cuts are searched, which takes more registers
 _MOST = 4096  # candidates for a cut that registers hold
 
 
@@ -170,7 +172,8 @@ def _choose(
     find_cuts[(num_rows,)](
         *(*source, known.highest, parameters, room, cuts),
         **sizes,
-        **{"TILES_BLOCK": triton.next_power_of_2(tiles), "BLOCK": _BLOCK, "MOST": _MOST, "num_warps": 16},
+        **{"TILES_BLOCK": triton.next_power_of_2(tiles), "BLOCK": _SEARCHED, "MOST": _MOST, "num_warps": 16},
+        **triton_targets.registers(128),
         **FUSED,
     )
     best = torch.empty((num_rows, blocks), device=device)

@@ -76,9 +76,16 @@ def test_weights_are_written_out_for_many_rows(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", LARGEST_AND_SMALLEST, ids=lambda model: model.name)
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_every_kernel_holds_to_the_gates(target, model):
     assert [table_row(verdict) for verdict in verdicts(TARGETS[target], model) if verdict.faults] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_89", "sm_120"])
+def test_attention_holds_to_the_gates_where_blocks_share_little_memory(monkeypatch, target):
+    some_cases(monkeypatch, "attention, prompt, fp8", "attention, prompt, bf16")
+    assert [table_row(verdict) for verdict in verdicts(TARGETS[target], LLAMA) if verdict.faults] == []
 
 
 def test_a_kernel_that_breaks_a_gate_is_found(monkeypatch):

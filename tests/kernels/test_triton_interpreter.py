@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    reason="the interpreter of triton 3.6 takes no bound of a loop from a tensor with numpy 2.4 or newer",
+)
 GRID = sorted(Path(__file__).parent.glob("triton_interpreted*.py"))
 
 

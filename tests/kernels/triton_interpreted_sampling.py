@@ -17,7 +17,7 @@ from sampled_rows import arguments, random_row, random_wishes
 @pytest.fixture(autouse=True)
 def _small_sizes_and_poisoned_outputs(monkeypatch):
     """Sizes that make rows of a few hundred tokens many tiles, blocks and more candidates than there is room for."""
-    for name, size in {"_TILE": 8, "_BLOCK": 64, "_MOST": 32}.items():
+    for name, size in {"_TILE": 8, "_BLOCK": 64, "_SEARCHED": 32, "_MOST": 32}.items():
         monkeypatch.setattr(gpu, name, size)
     empty = torch.empty
 
