@@ -17,7 +17,7 @@ from batchinfer.kernels.quantized_linear import gpu_tiles
 from batchinfer.kernels.quantized_linear.gpu_dequantize import byte, dequantize, scaled, small
 from batchinfer.kernels.quantized_linear.gpu_fp8 import fp8_linear
 from batchinfer.kernels.quantized_linear.gpu_int8 import quantize_weight, quantized_linear
-from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N
+from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N, tiles
 from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight, pack_weight
 
 __all__ = ["LIBRARY_ROWS", "fp8_linear", "pack_weight", "packed_linear", "quantize_weight", "quantized_linear"]
@@ -26,15 +26,14 @@ __all__ = ["LIBRARY_ROWS", "fp8_linear", "pack_weight", "packed_linear", "quanti
 # library at 80% of the matrix rate P and the fused kernel at a share f of it, that is won back above so many rows:
 # 2.5 P / (2 B) / (1 / f - 1.25), B the bandwidth; f = 0.5, P and B of datasheets: A100, RTX 4090, H200, B200, MI300X.
 LIBRARY_ROWS = {"ampere": 260, "small": 270, "hopper": 350, "blackwell": 470, "cdna3": 410}
-# Of each generation: most rows of a tile, warps of smaller tiles and of that, stages of the pipeline.
 _TILES = {
-    "ampere": (128, 8, 8, 3),
-    "small": (128, 8, 8, 2),
-    "hopper": (128, 4, 8, 4),
-    "blackwell": (128, 4, 8, 4),
-    "cdna3": (128, 4, 8, 1),
+    "ampere": tiles(128, 4, 8, 3) | {64: (8, 2)},
+    "small": tiles(128, 4, 8, 2) | {64: (8, 2)},
+    "hopper": tiles(128, 4, 8, 4),
+    "blackwell": tiles(128, 4, 8, 4) | {32: (8, 4)},
+    "cdna3": tiles(128, 4, 8, 1),
 }
-_FLOAT32_TILES = dict.fromkeys(_TILES, (32, 4, 4, 1))
+_FLOAT32_TILES = dict.fromkeys(_TILES, tiles(32, 4, 4, 1))
 
 
 @triton.jit(do_not_specialize=["num_rows", "x_stride"], do_not_specialize_on_alignment=["x_stride"])

@@ -11,7 +11,7 @@ from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_codes import decode
 from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight
 
-_ROWS = 32  # outputs that a program writes two runs of inputs of
+_NUMBERS = 4096  # of a run of inputs, that a program writes two of
 
 
 @triton.jit
@@ -73,11 +73,11 @@ def _dequantize(
 def dequantize(weight: GpuWeight, out: torch.Tensor) -> None:
     """Fills out, [num_outputs, num_inputs], with the bits of `weight.dequantize(out.dtype)`, but its columns in the
     order that they are stored in: column j is that of input permutation[j]."""
-    pairs = triton.cdiv(weight.num_inputs, 2 * weight.run)
-    _dequantize[(triton.cdiv(weight.num_outputs, _ROWS), pairs)](
+    pairs, rows = triton.cdiv(weight.num_inputs, 2 * weight.run), _NUMBERS // weight.run
+    _dequantize[(triton.cdiv(weight.num_outputs, rows), pairs)](
         *(weight.values, (weight.scales, weight.zeros, weight.offsets), out),
         *(weight.num_outputs, weight.num_inputs, weight.kind.name.lower(), triton_targets.current().has_e4m3),
-        *(weight.run, weight.group_runs, _ROWS),
+        *(weight.run, weight.group_runs, rows),
         num_warps=4,
         enable_fp_fusion=False,  # a product and a sum are rounded one by one, as torch does
     )

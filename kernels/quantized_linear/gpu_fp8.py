@@ -14,7 +14,7 @@ import triton.language as tl
 from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_codes import decode, encode
 from batchinfer.kernels.quantized_linear import fp8, gpu_tiles, gpu_weight
-from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N
+from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N, tiles
 from batchinfer.kernels.quantized_linear.gpu_tiles import MOST_ROWS as _MOST_ROWS
 from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
@@ -24,12 +24,11 @@ MOST_ROWS: tl.constexpr = tl.constexpr(_MOST_ROWS)
 TINY: tl.constexpr = tl.constexpr(fp8.TINY)
 LARGEST: tl.constexpr = tl.constexpr(fp8.LARGEST)
 CENTRE: tl.constexpr = tl.constexpr(8.0)  # what is taken off the numbers where offsets, not zeros, go with them
-# Of each generation: most rows of a tile, warps of smaller tiles and of that, stages of the pipeline.
 _TILES = {
-    "ampere": (64, 8, 8, 3),  # what Triton's interpreter counts as
-    "small": (64, 8, 8, 3),
-    "hopper": (128, 8, 8, 4),
-    "blackwell": (64, 8, 8, 3),
+    "ampere": tiles(64, 8, 8, 3),  # what Triton's interpreter counts as
+    "small": tiles(64, 8, 8, 3),
+    "hopper": tiles(128, 8, 8, 4),
+    "blackwell": tiles(64, 8, 8, 3),
 }
 
 

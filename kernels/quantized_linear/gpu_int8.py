@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_codes import encode
-from batchinfer.kernels.common.triton_targets import FUSED
 from batchinfer.kernels.quantized_linear import gpu_tiles, reference
-from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N
+from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N, tiles
 from batchinfer.kernels.quantized_linear.gpu_tiles import MOST_ROWS as _MOST_ROWS
 from batchinfer.kernels.quantized_linear.gpu_weight import Int8GpuWeight
 from batchinfer.kernels.quantized_linear.weight import GROUP as _GROUP
@@ -28,13 +28,12 @@ MOST_ROWS: tl.constexpr = tl.constexpr(_MOST_ROWS)
 TINY: tl.constexpr = tl.constexpr(reference.TINY)
 _FLOAT_BITS: tl.constexpr = tl.constexpr(0x4B400000)  # of 1.5 * 2^23: to it a float32 adds whole numbers up to 2^22
 _FLOAT: tl.constexpr = tl.constexpr(12582912.0)
-# Of each generation: most rows of a tile, warps of smaller tiles and of that, stages of the pipeline.
 _TILES = {
-    "ampere": (128, 8, 8, 3),
-    "small": (64, 8, 8, 3),
-    "hopper": (128, 4, 8, 3),
-    "blackwell": (64, 4, 8, 3),
-    "cdna3": (128, 4, 8, 1),
+    "ampere": tiles(64, 8, 8, 3),
+    "small": tiles(64, 8, 8, 3),
+    "hopper": tiles(128, 4, 8, 3),
+    "blackwell": tiles(64, 4, 8, 3),
+    "cdna3": tiles(128, 4, 8, 1),
 }
 _QUANTIZED_ROWS = 16  # that a program quantises
 
@@ -169,7 +168,7 @@ def quantized_linear(x: Tensor, weight: Int8GpuWeight, bias: Tensor | None, out:
         *(values, scales, weight.values, weight.scales, bias if split == 1 else None, parts, num_rows),
         **{"N": n, "GROUPS": groups, "SPLIT": split, "BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
         **options,
-        **FUSED,
+        **triton_targets.FUSED,
     )
     gpu_tiles.join(parts, bias, out)
 
@@ -183,7 +182,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(groups, triton.cdiv(num_rows, _MOST_ROWS) * _MOST_ROWS, device=x.device)
     _quantize_rows[(triton.cdiv(num_rows, _QUANTIZED_ROWS), groups)](
         *(x, values, scales, num_rows, x.stride(0) // row_unit),
-        **{"K": k, "ROW_UNIT": row_unit, "ROWS": _QUANTIZED_ROWS, "num_warps": 4},
-        **FUSED,
+        **{"K": k, "ROW_UNIT": row_unit, "ROWS": _QUANTIZED_ROWS},
+        num_warps=_QUANTIZED_ROWS * _ROTATION // 8 // triton_targets.current().warp_size,  # loads of 8 numbers
+        **triton_targets.FUSED,
     )
     return values, scales

@@ -24,12 +24,20 @@ def splits(num_outputs: int, num_rows: int, steps: int) -> int:
     return split
 
 
-def tile(num_rows: int, table: dict[str, tuple[int, int, int, int]]) -> tuple[int, dict[str, int]]:
-    """Rows of a tile, and options of the launch. table: of each generation of devices the most rows of a tile, the
-    warps of smaller tiles and of that, and the stages of the pipeline."""
-    most, few_warps, warps, stages = table[triton_targets.current().generation]
-    rows = max(16, min(most, triton.next_power_of_2(num_rows)))
-    return rows, {"num_warps": warps if rows == most else few_warps, "num_stages": stages}
+Tiles = dict[int, tuple[int, int]]  # rows of a tile: warps, and stages of the pipeline
+
+
+def tiles(most: int, few_warps: int, warps: int, stages: int) -> Tiles:
+    """Of up to `most` rows, those with fewer by few_warps."""
+    return {rows: (warps if rows == most else few_warps, stages) for rows in (16, 32, 64, 128) if rows <= most}
+
+
+def tile(num_rows: int, of_generations: dict[str, Tiles]) -> tuple[int, dict[str, int]]:
+    """Rows of a tile for so many, and options of the launch."""
+    known = of_generations[triton_targets.current().generation]
+    rows = min(max(known), max(min(known), triton.next_power_of_2(num_rows)))
+    warps, stages = known[rows]
+    return rows, {"num_warps": warps, "num_stages": stages}
 
 
 def parts_of(split: int, out: torch.Tensor) -> torch.Tensor:
