@@ -17,7 +17,7 @@ CONTEXT = 2048  # tokens of each
 LIBRARY_ROWS = 512  # from here on all devices have packed_linear's product from the library
 # Rows of products by function and weight.
 LINEAR_ROWS = {
-    ("packed_linear", "int4"): (1, 16, 64, 256, LIBRARY_ROWS, 1024, 4096),
+    ("packed_linear", "int4"): (1, 16, 32, 64, 256, LIBRARY_ROWS, 1024, 4096),
     ("packed_linear", "fp8"): (16, 256, 1024),
     ("fp8_linear", "int4"): (1, 16, 64, 512, 4096),
     ("fp8_linear", "fp8"): (16, 64, 1024),

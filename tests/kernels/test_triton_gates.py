@@ -17,10 +17,11 @@ from batchinfer.kernels.common.triton_targets import TARGETS
 from batchinfer.kernels.gated_activation import gpu as gated_gpu
 from batchinfer.kernels.paged_attention import gpu as attention_gpu
 from batchinfer.kernels.paged_attention.variant import Variant
+from batchinfer.kernels.quantized_linear import gpu as linear_gpu
 from batchinfer.kernels.rms_norm import gpu as norm_gpu
 from triton.backends.compiler import GPUTarget
 
-from batchinfer.executors.kernel_cases import MODELS, cases
+from batchinfer.executors.kernel_cases import MODELS, ModelShape, _linear, cases
 from batchinfer.executors.kernel_gates import Verdict, table_head, table_row, verdicts
 
 LLAMA = MODELS[0]
@@ -178,6 +179,27 @@ def test_offsets_of_keys_bring_three_kernels_more_for_contexts_of_several_segmen
             attention_gpu.paged_attention(q, cache, cache, table, offsets, lengths, scale, scale, variant)
     names = [kernel.name for kernel in launches.distinct]
     assert sorted(names) == ["_join_segments", *["_paged_attention"] * 4, "_score_bias"]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("function", "name", "kernels"), [
+    ("packed_linear", "int4", 5),
+    pytest.param("fp8_linear", "fp8", 5, marks=SLOW),
+    pytest.param("quantized_linear", "int8", 5, marks=SLOW),
+])  # fmt: skip
+def test_products_of_all_numbers_of_rows_are_compiled_by_doubling(function, name, kernels):
+    """As the engine's warm-up doubles them: tiles of 16, 32, 64 and 128 rows, and what goes before or instead."""
+    small = ModelShape("small", 128, 2, 2, 64, 128, 128)
+    with ahead_of_time(TARGETS["sm_90"]) as launches:
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+            getattr(linear_gpu, function)(*_linear(small, rows, function, name).arguments("meta"))
+        warm = set(map(id, launches.distinct))
+        assert len(warm) == kernels
+        for rows in (3, 15, 17, 33, 63, 65, 100, 129, 349, 350, 511, 513, 4096):
+            getattr(linear_gpu, function)(*_linear(small, rows, function, name).arguments("meta"))
+        assert set(map(id, launches.distinct)) == warm
 
 
 def test_dissection_tells_spilling_code():
