@@ -67,11 +67,7 @@ def _paged_attention(
     first_key = tl.maximum(first_position - VARIANT[0] + 1, 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
     end, used = tl.minimum(first_position + BLOCK_Q, seq_len), 1
     if SPLIT is not None:
-        keys, used = segment_of(seq_len, first_key, TILE[1], SPLIT[0], SPLIT[1])
-        first_key, end = (
-            first_key + tl.program_id(1) * keys,
-            tl.minimum(end, first_key + tl.program_id(1) * keys + keys),
-        )
+        first_key, end, used = _own_segment(seq_len, first_key, end, TILE[1], SPLIT)
         if first_key >= end:
             return
     row = token * (SHAPE[0] * GROUP) + head
@@ -96,6 +92,14 @@ def _lengths(batch, sequence):
     """A sequence's first token, number of queries and length."""
     start = tl.load(batch[1] + sequence)
     return start, tl.load(batch[1] + sequence + 1) - start, tl.load(batch[2] + sequence)
+
+
+@triton.jit
+def _own_segment(seq_len, first_key, end, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
+    """First key and end of this program's segment, and the number of segments."""
+    keys, used = segment_of(seq_len, first_key, BLOCK_N, SPLIT[0], SPLIT[1])
+    first_key += tl.program_id(1) * keys
+    return first_key, tl.minimum(end, first_key + keys), used
 
 
 @triton.jit
@@ -241,6 +245,7 @@ def _attend_single_tokens(arguments: dict[str, Any], shape: dict[str, Any], dim_
     split = {"TILE": (m, n, dim_block), "SPLIT": (_SEGMENTS, _SEGMENT_KEYS)}
     room = min(_SEGMENTS, triton.cdiv(table.shape[1] * block_size, _SEGMENT_KEYS))
     parts = _part_buffers(num_seqs, num_q_heads, room, dim_block, q.device)
+    options = {**options, **triton_targets.registers(255)}
     _paged_attention[(num_seqs * num_kv_heads, room)](**arguments, **shape, parts=parts, room=room, **split, **options)
     _join_segments[(num_seqs, num_q_heads)](
         *(out, parts, room, cu_seqlens_q, seq_lens, arguments["statics"][1], arguments["sinks_ptr"]),

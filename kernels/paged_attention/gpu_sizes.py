@@ -81,6 +81,4 @@ def attention_sizes(dim_block: int, group: int, dtype: torch.dtype, has_codes: b
         single_keys //= 2
     elif dim_block <= 64:
         single_keys = max(single_keys, 64)  # enough for each thread to load 16 bytes at once
-        if generation in ("hopper", "blackwell"):  # triton 3.6 spills with more stages
-            single_options = {**single_options, "num_stages": 2}
     return (max(rows, least), keys, options), (least, single_keys, single_options)
