@@ -21,17 +21,21 @@ from batchinfer.roofline import DevicePeaks, StepTimes, machine_name, save_peaks
 _COPY_BYTES = 1 << 28
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 _REPEATS = 5
-_MOST_TOKENS = 1024  # of a step
-# Steps of whole prompts, as (tokens of the step, of each prompt), and decode steps, as (sequences, tokens of each); the
-# most telling ones first.
+_MOST_TOKENS = 2048  # of a step, as --max-num-batched-tokens has it where nobody says otherwise
+# Steps of whole prompts, as (tokens of the step, of each prompt); decode steps, as (sequences, tokens of each); and
+# mixed ones, as (sequences that decode, prompt tokens beside them). The most telling ones first.
 _SHAPES = (
-    *(("decode", 32, 32), ("prompts", 1024, 64), ("prompts", 1024, 1023), ("decode", 4, 512), ("prompts", 64, 63)),
-    *(("decode", 1, 32), ("decode", 128, 16), ("prompts", 256, 64), ("prompts", 16, 15), ("decode", 8, 32)),
-    *(("decode", 64, 16), ("prompts", 256, 255), ("decode", 16, 128), ("decode", 256, 8), ("prompts", 512, 32)),
+    *(("decode", 32, 32), ("prompts", 2048, 64), ("prompts", 1024, 1023), ("decode", 4, 512), ("prompts", 64, 63)),
+    *(("decode", 1, 32), ("decode", 128, 16), ("prompts", 256, 64), ("mixed", 16, 448), ("prompts", 16, 15)),
+    *(("decode", 8, 32), ("prompts", 512, 32), ("decode", 64, 16), ("prompts", 256, 255), ("decode", 16, 128)),
+    *(("decode", 256, 8), ("mixed", 32, 128), ("prompts", 1024, 64), ("prompts", 2048, 1023)),
 )
-_ALWAYS = 7  # shapes that are timed however long they take
-_SECONDS = 14.0  # after which no further shape is timed
-_STEPS = 5  # of a shape
+_ALWAYS = 8  # shapes that are timed however long they take
+_SECONDS = 20.0  # after which no further shape is timed
+_STEPS = 5  # of a decode shape
+_PROMPT_STEPS = 3  # of another one, and two where they are long
+_LONG_TOKENS = 1024
+_MIXED = (64, 64)  # tokens of each sequence that decodes, and of each prompt, in a mixed step
 
 
 def profile_key(config: JobConfig, files: ModelFiles, device: str, dtype: str, kv_dtype: str) -> dict[str, Any]:
@@ -120,32 +124,52 @@ class _Steps:
             self._engine.step()
         for number, (kind, size, length) in enumerate(_SHAPES):
             if number < _ALWAYS or time.monotonic() < self._end:
-                yield from (self._decode if kind == "decode" else self._prompts)(size, length)
+                yield from getattr(self, f"_{kind}")(size, length)
 
     def _prompts(self, tokens: int, length: int) -> Iterator[TimedStep]:
-        """A step of whole prompts, twice."""
+        """The median of some steps of whole prompts."""
         length = min(length, self._engine.max_model_len - 1)
-        for _ in range(2):
-            for _ in range(max(1, tokens // length)):
-                self._add(length, 1)
-            yield self._timed(1)
+        yield self._median_beside(max(1, tokens // length), length)
+        self._engine.abandon()
+
+    def _mixed(self, batch: int, tokens: int) -> Iterator[TimedStep]:
+        """Some sequences that decode, and the median of some steps in which prompts are computed beside them."""
+        context, length = _MIXED
+        if context + self._steps_to_start(batch, context) + _PROMPT_STEPS < self._engine.max_model_len:
+            self._start(batch, context, _PROMPT_STEPS)
+            yield self._median_beside(tokens // length, length)
             self._engine.abandon()
 
+    def _median_beside(self, num_prompts: int, length: int) -> TimedStep:
+        """Of steps that compute so many prompts of that length, beside what runs."""
+        steps = []
+        for _ in range(2 if num_prompts * length >= _LONG_TOKENS else _PROMPT_STEPS):
+            for _ in range(num_prompts):
+                self._add(length, 1)
+            steps.append(self._timed(1))
+        return sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
+
     def _decode(self, batch: int, context: int) -> Iterator[TimedStep]:
-        stats = self._engine.stats
-        outputs = -(-batch * context // max(1, _MOST_TOKENS - batch)) + _STEPS + 3
-        context = min(context, self._engine.max_model_len - outputs)
-        if context < 1:
-            return
+        context = min(context, self._engine.max_model_len - self._steps_to_start(batch, context) - _STEPS)
+        if context >= 1:
+            self._start(batch, context, _STEPS)
+            yield self._timed(_STEPS)
+            self._engine.abandon()
+
+    def _steps_to_start(self, batch: int, context: int) -> int:
+        """In which so many prompts are computed, while the first of them decode already, and one more to be safe."""
+        return -(-batch * context // max(1, _MOST_TOKENS - batch)) + 2
+
+    def _start(self, batch: int, context: int, more_steps: int) -> None:
+        """Runs so many sequences until each has its first token, and can decode for that many steps more."""
+        stats, steps = self._engine.stats, self._steps_to_start(batch, context)
         for _ in range(batch):
-            self._add(context, outputs)
-        for _ in range(outputs - _STEPS - 1):  # until each has its first token
+            self._add(context, steps + more_steps + 1)
+        for _ in range(steps):
             before = stats.sampled_tokens
             self._engine.step()
             if stats.sampled_tokens - before >= batch:
                 break
-        yield self._timed(_STEPS)
-        self._engine.abandon()
 
     def _timed(self, count: int) -> TimedStep:
         """The median time of so many steps, with what they did in the mean."""

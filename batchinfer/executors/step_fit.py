@@ -42,7 +42,8 @@ def _knots(steps: Sequence[TimedStep]) -> list[int]:
     for tokens in sorted(round(step.tokens) for step in steps):
         if not knots or tokens >= _APART * knots[-1]:
             knots.append(tokens)
-    return knots
+    most = max(round(step.tokens) for step in steps)
+    return knots if knots[-1] == most else [*knots, most]
 
 
 def _features(steps: Sequence[TimedStep]) -> FloatArray:

@@ -17,7 +17,7 @@ from batchinfer.sequence import Sequence
 
 _AIMED_SHARE = 0.005  # of all computed tokens, to be computed again after preemptions
 _PRIOR_TOKENS = 20_000  # of work at this share that a job is assumed to come with
-_LEAST_CAUTION, _MOST_CAUTION = 1.0, 4.0
+_LEAST_CAUTION, _MOST_CAUTION = 2.5, 6.0
 _NEVER = np.iinfo(np.int64).max
 _RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as none has ended
 # Candidates whose lengths are drawn together: so many, and at most one to so many running sequences, as the margin is
@@ -104,7 +104,7 @@ class Forecast:
         """Standard deviations kept free."""
         aimed = _AIMED_SHARE * _PRIOR_TOKENS
         share = (self._table.num_recomputed + aimed) / (self._table.num_computed + _PRIOR_TOKENS)
-        return min(max(share / _AIMED_SHARE, _LEAST_CAUTION), _MOST_CAUTION)
+        return min(_LEAST_CAUTION * max(1.0, share / _AIMED_SHARE), _MOST_CAUTION)
 
     def _fits(self, outlook: _Outlook, num_tokens: int, growth: int, num_shared: int) -> bool:
         """Whether a candidate fits beside the running ones and those that have joined; then it has joined, too."""
@@ -123,7 +123,7 @@ class Forecast:
         ends = np.fromiter(outlook.growth.values(), np.int64, len(outlook.growth))
         moments = np.sort(np.concatenate([outlook.running[1], ends]))
         usage = growing.usage(moments)
-        margin = self.caution * growing.spread(usage, outlook.uncertain)
+        margin = self.caution * growing.spread(usage, outlook.uncertain, self._lengths.num_ended)
         room = Room(moments, outlook.num_available - usage.blocks - margin, size)
         for entry in outlook.joined:
             room.take(*entry)

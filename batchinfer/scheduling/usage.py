@@ -15,6 +15,7 @@ class Usage(NamedTuple):
 
     blocks: IntArray
     num_alive: IntArray
+    grown: IntArray  # of the blocks, those that are not held now
 
 
 class Growing:
@@ -39,19 +40,24 @@ class Growing:
         """
         num_alive = len(self._order) - np.searchsorted(self._rising_growth, moments)
         if not len(self._order):
-            return Usage(np.zeros(len(moments), np.int64), num_alive)
+            return Usage(*np.zeros((3, len(moments)), np.int64))
         whole_steps, steps = np.divmod(moments, self._block_size)
         last = num_alive - 1
-        blocks = self._held[last] + num_alive * whole_steps + self._crossing[last, steps]
-        return Usage(np.where(num_alive > 0, blocks, 0), num_alive)
+        held = np.where(num_alive > 0, self._held[last], 0)
+        grown = np.where(num_alive > 0, num_alive * whole_steps + self._crossing[last, steps], 0)
+        return Usage(held + grown, num_alive, grown)
 
-    def spread(self, usage: Usage, uncertain: npt.NDArray[np.bool_]) -> FloatArray:
+    def spread(self, usage: Usage, uncertain: npt.NDArray[np.bool_], num_seen: int) -> FloatArray:
         """One standard deviation of the blocks, where the sequences that are `uncertain` end at random: the number of n
-        that live to a moment at which a share p does is binomial, and each holds about the mean."""
+        that live to a moment at which a share p does is binomial, and each holds about the mean. To it comes what is
+        not known of the lengths themselves, as the mean of `num_seen` answers tells them: a relative deviation of
+        1 / sqrt(num_seen), for lengths that spread as widely as they are long, of all growth alike."""
         among = np.concatenate([[0], np.cumsum(uncertain[self._order])])
         alive = among[usage.num_alive]
         share = alive / max(1, int(among[-1]))
-        deviation: FloatArray = np.sqrt(alive * (1 - share)) * usage.blocks / np.maximum(usage.num_alive, 1)
+        by_chance = np.sqrt(alive * (1 - share)) * usage.blocks / np.maximum(usage.num_alive, 1)
+        by_error = usage.grown * (alive / np.maximum(usage.num_alive, 1)) / np.sqrt(1 + num_seen)
+        deviation: FloatArray = np.hypot(by_chance, by_error)
         return deviation
 
 

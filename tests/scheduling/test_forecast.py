@@ -70,11 +70,19 @@ def test_candidates_take_room_as_long_as_the_peak_of_every_step_fits(seed: int, 
 
 def test_spread_is_that_of_a_binomial_number_of_mean_sequences() -> None:
     sequences = growing([(1, 7, 0), (1, 3, 0), (1, 9, 0), (1, 5, 0)], 4)
-    usage = Usage(np.array([80, 60, 40, 10]), np.array([4, 3, 2, 1]))  # at 3, 5, 7 and 9
+    usage = Usage(np.array([80, 60, 40, 10]), np.array([4, 3, 2, 1]), np.zeros(4, np.int64))  # at 3, 5, 7 and 9
     uncertain = np.array([False, True, True, True])  # all but the one that ends at 7
     expected = [0, np.sqrt(2 * (1 / 3)) * 20, np.sqrt(1 * (2 / 3)) * 20, np.sqrt(1 * (2 / 3)) * 10]
-    np.testing.assert_allclose(sequences.spread(usage, uncertain), expected)
-    assert not sequences.spread(usage, np.zeros(4, bool)).any()
+    np.testing.assert_allclose(sequences.spread(usage, uncertain, 9), expected)
+    assert not sequences.spread(usage, np.zeros(4, bool), 9).any()
+
+
+def test_what_few_answers_tell_of_lengths_spreads_all_growth_alike() -> None:
+    """From 15 answers a mean is known to a quarter of itself; of two sequences one is uncertain."""
+    sequences = growing([(1, 3, 0), (1, 3, 0)], 1)
+    usage = sequences.usage(np.array([3]))
+    assert (usage.blocks.tolist(), usage.grown.tolist()) == ([8], [6])
+    np.testing.assert_allclose(sequences.spread(usage, np.array([True, False]), 15), [6 / 2 / 4])
 
 
 def make_scheduler(num_blocks: int, block_size: int = 4, **options: object) -> tuple[Scheduler, BlockPool]:

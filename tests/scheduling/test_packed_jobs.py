@@ -116,6 +116,26 @@ def test_little_is_computed_twice_in_a_quarter_of_the_working_set(seed: int, ord
     assert job.recomputed_tokens < 0.02 * sum(job.tokens)
 
 
+def geometric_rows(seed: int, mean: int) -> list[JobRow]:
+    """Answers that end at each token with the same chance, so that the past of one tells nothing."""
+    rng = random.Random(seed)
+    lengths = [min(900, 1 + int(rng.expovariate(1 / mean))) for _ in range(400)]
+    return [JobRow(random_tokens(rng, rng.randrange(20, 80)), length, 900) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("seed", "mean"),
+    [
+        *((seed, 60) for seed in range(3)),
+        *(pytest.param(seed, mean, marks=pytest.mark.slow) for mean in (60, 120, 200) for seed in range(10)),
+    ],
+)
+def test_little_is_computed_twice_where_answers_may_end_at_any_token(seed: int, mean: int) -> None:
+    rows = geometric_rows(seed, mean)
+    job = simulate_job(rows, working_set(rows) // 4)
+    assert job.recomputed_tokens < 0.02 * sum(job.tokens)
+
+
 def test_little_is_computed_twice_where_every_answer_reaches_its_limit() -> None:
     """Though any might have ended before, for all that was known. Greedy admission computes a third of it twice."""
     rng = random.Random(0)
