@@ -56,8 +56,8 @@ class CudaLane:
 
 
 class CudaCapture:
-    """cuda_graphs.Capture. The graphs share one pool of memory: they never run side by side, and the pool keeps apart
-    what each returns. What runs first, before a capture, compiles kernels and makes the workspaces of libraries."""
+    """cuda_graphs.Capture. The graphs share one pool of memory: they never run side by side, and what one returns
+    is read before another runs. What runs first, before a capture, compiles kernels and loads libraries."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # of the first graph

@@ -106,10 +106,10 @@ class ModelRunner:
         step = self._steps[0]
         step.outcome = step.finish()
         self._steps.popleft()
-        token_ids = step.outcome.result.token_ids
-        self._batch.append_sampled(step.output.slots, token_ids)
-        samples = step.output.samples
-        self._sampler.count(step.output.slots[samples], token_ids[samples])
+        result, slots = step.outcome.result, step.output.slots
+        self._batch.append_sampled(slots, result.token_ids)
+        samples = step.output.samples & result.is_finite  # of other rows the ids mean nothing
+        self._sampler.count(slots[samples], result.token_ids[samples])
         if self._steps:
             for part in self._steps[0].parts:
                 self._launch_sampling(part)

@@ -1,5 +1,5 @@
 """The queue of a device that runs beside the host. Arrays go over in parcels through page-locked buffers, one copy for
-all that a step uploads; results come back into buffers of their own. Nothing here waits but Fetch.result."""
+what is uploaded before a launch; results come back into buffers of their own. Nothing here waits but Fetch.result."""
 
 from collections.abc import Callable
 from typing import Protocol

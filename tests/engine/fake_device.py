@@ -172,20 +172,25 @@ class ThreadLane:
 
 
 class FakeCapture:
-    """A graph that runs again what was captured, over the same buffers."""
+    """Graphs that run again what was captured, over the same buffers. Their memory is one pool's, so that what one has
+    returned is gone when another runs."""
 
     def __init__(self) -> None:
         self.num_captured = 0
         self.num_replayed = 0
         self.sizes: list[int] = []
+        self._outputs: list[torch.Tensor] = []
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> CapturedRun:
         self.num_captured += 1
         output = run().clone()
+        self._outputs.append(output)
 
         def replay() -> None:
             self.num_replayed += 1
             self.sizes.append(len(output))
+            for other in self._outputs:
+                other.fill_(torch.nan)
             output.copy_(run())
 
         return CapturedRun(replay, output)

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from batchinfer.kernels import sampling
 from fake_device import FakeCapture, LateLane, LateMark, PromptLane, ThreadLane
 from stand_in import VOCAB, StandInModel, make_engine, make_request, naive_greedy, run
 
@@ -365,29 +366,33 @@ def test_faults_that_show_late_end_the_job_in_one_line(fault, message, lane_clas
 
 
 def test_a_token_of_a_row_whose_numbers_broke_never_leaves_the_vocabulary(monkeypatch):
-    """Its next step is in flight when that shows; a wild id would read beyond the embedding."""
-    from batchinfer.kernels import sampling
-
-    greedy = sampling.greedy
-
-    def wild(logits):
-        token_ids, is_finite = greedy(logits)
-        return torch.where(is_finite, token_ids, 1 << 40), is_finite
-
+    """Its next step is in flight when that shows; a wild id would read beyond the embedding, and penalties would write
+    beyond the logits."""
+    greedy, sample = sampling.greedy, sampling.sample
     seen: list[int] = []
+
+    def wild(token_ids, is_finite):
+        return torch.where(is_finite, token_ids, 2**31 - 1), is_finite
+
+    def watched_sample(logits, *parameters):
+        seen.append(int(parameters[-1].penalties.tokens.token_ids.max()))
+        return wild(*sample(logits, *parameters))
 
     class Watching(StandInModel):
         def forward(self, batch, cache, prompt_lens):
             seen.append(int(batch.token_ids.max()))
             return super().forward(batch, cache, prompt_lens)
 
-    monkeypatch.setattr("batchinfer.kernels.sampling.greedy", wild)
-    engine, _ = make_overlapped(LateLane(), 2, model=Watching(4, POISON))
-    rows = [make_request(0, [1, POISON, 2], 9), make_request(1, [1, 2], 9)]
-    results = run(engine, rows)
-    assert results[rows[0].id].error_code is ErrorCode.NUMERICAL
-    assert results[rows[1].id].token_ids == naive_greedy([1, 2], 9)
-    assert max(seen) < VOCAB
+    monkeypatch.setattr("batchinfer.kernels.sampling.greedy", lambda logits: wild(*greedy(logits)))
+    monkeypatch.setattr("batchinfer.kernels.sampling.sample", watched_sample)
+    for penalty in (0.0, 1e-30):
+        engine, _ = make_overlapped(LateLane(), 2, model=Watching(4, POISON))
+        prompts = ([1, POISON, 2], [1, 2])
+        rows = [make_request(i, prompt, 9, frequency_penalty=penalty) for i, prompt in enumerate(prompts)]
+        results = run(engine, rows)
+        assert results[rows[0].id].error_code is ErrorCode.NUMERICAL
+        assert results[rows[1].id].token_ids == naive_greedy([1, 2], 9)
+        assert max(seen) < VOCAB
 
 
 def test_prompt_scores_after_a_gap_are_not_believed():
