@@ -172,7 +172,8 @@ def _choose(
     find_cuts[(num_rows,)](
         *(*source, known.highest, parameters, room, cuts),
         **sizes,
-        **{"TILES_BLOCK": triton.next_power_of_2(tiles), "BLOCK": _SEARCHED, "MOST": _MOST, "num_warps": 16},
+        **{"TILES_BLOCK": triton.next_power_of_2(tiles), "BLOCK": _SEARCHED, "MOST": _MOST},
+        num_warps=_SEARCHED // 4 // triton_targets.current().warp_size,  # 16 bytes a lane
         **triton_targets.registers(128),
         **FUSED,
     )
