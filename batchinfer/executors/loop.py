@@ -1,7 +1,6 @@
 """The main loop of one replica: rows from a feeder into an engine, results into a sink. Driven by the pipeline."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Protocol
@@ -11,6 +10,7 @@ from batchinfer.data.feeder import Feeder
 from batchinfer.engine.engine import Engine
 from batchinfer.process import StopSignals
 from batchinfer.request import Request, Result
+from batchinfer.scheduling.intake import Intake
 from batchinfer.scheduling.window import Window
 
 
@@ -72,32 +72,30 @@ def run_loop(
     After a deadline the rows that have started are finished and no other starts, unless a signal comes; after any other
     ending they are left.
     """
-    intake = _Intake(engine, feeder, sink, config)
-    while not intake.is_exhausted or engine.has_unfinished:
+    source = _Source(engine, feeder, sink, config)
+    while not source.is_exhausted or engine.has_unfinished:
         ending = should_end()
         if ending is Ending.DEADLINE:
             _finish_running(engine, sink, should_end)
         if ending is not None:
             return ending
-        intake.top_up()
+        source.top_up()
         results = engine.step()
-        intake.num_finished += len(results)
+        source.intake.num_finished += len(results)
         sink.add(results)
     return Ending.COMPLETE
 
 
-class _Intake:
-    """Rows on their way from the feeder through the window to the engine's waiting queue, which is kept as short as the
-    next step allows: what waits there can no longer be put into a better order."""
+class _Source:
+    """Rows on their way from the feeder through the window to the engine."""
 
     def __init__(self, engine: Engine, feeder: Feeder, sink: Sink, config: SchedulerConfig) -> None:
-        self.num_finished = 0  # requests; written by the loop
         self._engine = engine
         self._feeder = feeder
         self._sink = sink
         self._config = config
         self._window = Window(config, engine.block_size, engine.expected_output_tokens)
-        self._waiting_tokens: deque[int] = deque()  # that the requests handed out last are to compute
+        self.intake = Intake(config, self._window, lambda: engine.num_waiting, self._start)
 
     @property
     def is_exhausted(self) -> bool:
@@ -107,13 +105,12 @@ class _Intake:
     def top_up(self) -> None:
         """Before each step."""
         self._read()
-        self._window.look(self.num_finished)
-        while len(self._window) and self._has_room():
-            row, num_tokens = self._window.take()
-            self._sink.expect(row[0].id.shard, row[0].id.row, row[0].params.n)
-            for request in row:
-                self._engine.add(request)
-            self._waiting_tokens += [num_tokens, *[1] * (len(row) - 1)]
+        self.intake.top_up()
+
+    def _start(self, row: list[Request]) -> None:
+        self._sink.expect(row[0].id.shard, row[0].id.row, row[0].params.n)
+        for request in row:
+            self._engine.add(request)
 
     def _read(self) -> None:
         """Takes what is ready. Waits only where there is nothing else to do, and before a static batch, which would
@@ -128,14 +125,6 @@ class _Intake:
             self._sink.add([entry for entry in entries if isinstance(entry, Result)])
             if not self._engine.has_unfinished and not len(self._window):
                 return  # rows that cannot be answered, perhaps millions: whether to end is asked in between
-
-    def _has_room(self) -> bool:
-        """Whether the engine could start another row in the next step, as far as can be told."""
-        num_waiting = self._engine.num_waiting
-        while len(self._waiting_tokens) > num_waiting:
-            self._waiting_tokens.popleft()
-        tokens_suffice = self._config.reorders and sum(self._waiting_tokens) >= self._config.max_num_batched_tokens
-        return num_waiting < self._config.max_num_seqs and not tokens_suffice
 
 
 def _finish_running(engine: Engine, sink: Sink, should_end: Callable[[], Ending | None]) -> None:

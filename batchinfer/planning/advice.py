@@ -8,6 +8,7 @@ from typing import Any
 from batchinfer.cache.spec import ELEMENT_BYTES
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
+from batchinfer.executors.cache_size import DEFAULT_SHARE
 from batchinfer.planning.forecast import JobShape
 from batchinfer.planning.scenario import Scenario
 from batchinfer.planning.step_trace import Forecast
@@ -87,7 +88,7 @@ def _option_changes(scenario: Scenario) -> Iterator[tuple[str, Callable[[JobConf
         more, free = 2 * cache.kv_cache_memory, scenario.model.free_bytes
         if free is None or scenario.model.sizes.total + more <= _MOST_SHARE * free:
             yield f"--kv-cache-memory {format_exact_bytes(more)}", _cache(kv_cache_memory=more)
-    elif scenario.model.device == "cpu" and (cache.gpu_memory_utilization or 0.5) < _MOST_SHARE:
+    elif scenario.model.device == "cpu" and (cache.gpu_memory_utilization or DEFAULT_SHARE["cpu"]) < _MOST_SHARE:
         yield f"--gpu-memory-utilization {_MOST_SHARE}", _cache(gpu_memory_utilization=_MOST_SHARE)
 
 

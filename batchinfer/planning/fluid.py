@@ -11,10 +11,10 @@ from batchinfer.engine.stats import attention_work
 from batchinfer.planning.prefixes import Sharing
 from batchinfer.planning.simulation import CacheBlocks
 from batchinfer.planning.step_trace import Forecast, IntArray, StepTrace
+from batchinfer.scheduling.admission import WATERMARK
 from batchinfer.scheduling.usage import Growing
 
 _ENDING_SHARE = 0.03  # of the running sequences may end within one run of steps
-_WATERMARK = 0.01  # share of the blocks that greedy admission leaves free
 _ID, _PENDING, _LEFT, _HELD, _SHARED = range(5)  # rows of _Flow._running
 
 
@@ -215,7 +215,7 @@ class _Flow:
         held, shared = running[_HELD] + running[_PENDING], self._shared_blocks(running)
         now = int((-(-(held - running[_SHARED]) // size)).sum()) + shared
         if self._config.admission == "greedy":
-            return now + int(np.ceil(_WATERMARK * total)) <= total
+            return now + int(np.ceil(WATERMARK * total)) <= total
         growth = np.maximum(running[_LEFT] - (running[_PENDING] > 0), 0)  # a prompt's step samples the first token
         growing = Growing(held, growth, running[_SHARED] // size, size)
         return shared + int(growing.usage(np.unique(growth)).blocks.max()) <= total

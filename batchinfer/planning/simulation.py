@@ -1,7 +1,6 @@
 """A job's steps by the real scheduler and block pool, with made-up tokens and no model. Called by forecast.py for jobs
 of which that takes seconds."""
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from batchinfer.engine.stats import attention_work
 from batchinfer.planning.step_trace import Forecast, StepTrace
 from batchinfer.request import Request
 from batchinfer.scheduler_output import SchedulerOutput, StepResult
+from batchinfer.scheduling.intake import Intake
 from batchinfer.scheduling.scheduler import Scheduler
 from batchinfer.scheduling.window import Window
 from batchinfer.sequence import Sequence as RunningSequence
@@ -41,64 +41,29 @@ def simulate(
     at most its max_tokens. layers_by_window: how many layers attend to so many tokens at most, None being all."""
     pool = BlockPool(*blocks)
     scheduler = Scheduler(config, pool, max_model_len=max_model_len)
-    intake = _Intake(requests, expected_tokens, config, scheduler, blocks.block_size)
+    expected = {request.id: tokens for request, tokens in zip(requests, expected_tokens, strict=True)}
+    sequences: list[RunningSequence] = []  # started or waiting to
+
+    def start(row: list[Request]) -> None:
+        for request in row:
+            sequences.append(RunningSequence(request, 0.0))
+            scheduler.add(sequences[-1])
+
+    window = Window(config, blocks.block_size, scheduler.expected_output_tokens)
+    window.add(requests)  # as where the reader is never behind
+    intake = Intake(config, window, lambda: scheduler.num_waiting, start)
     recorder = _Recorder(layers_by_window)
     tokens = count(_FIRST_TOKEN)  # no two alike, so that no completion is taken for another one's beginning
-    while not intake.is_exhausted or scheduler.has_unfinished:
+    while len(window) or scheduler.has_unfinished:
         intake.top_up()
         output = scheduler.schedule()
         assert output is not None, "the scheduler has unfinished requests but runs none of them"
         recorder.add(output, pool.num_used_blocks)
         for sequence, token in scheduler.commit(output, _made_up(output, tokens)).sampled:
-            if token == -1 or len(sequence.output_token_ids) >= intake.expected(sequence):
+            if token == -1 or len(sequence.output_token_ids) >= expected[sequence.request.id]:
                 scheduler.finish(sequence, "length")
                 intake.num_finished += 1
-    return recorder.forecast(intake.sequences)
-
-
-class _Intake:
-    """Hands the rows out as executors/loop.py does where the reader is never behind."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        expected_tokens: Iterable[int],
-        config: SchedulerConfig,
-        scheduler: Scheduler,
-        block_size: int,
-    ) -> None:
-        self.num_finished = 0  # requests; written by the caller
-        self.sequences: list[RunningSequence] = []  # started or waiting to
-        self._expected = {request.id: tokens for request, tokens in zip(requests, expected_tokens, strict=True)}
-        self._config = config
-        self._scheduler = scheduler
-        self._window = Window(config, block_size, scheduler.expected_output_tokens)
-        self._window.add(requests)
-        self._waiting_tokens: deque[int] = deque()  # that the requests handed out last are to compute
-
-    @property
-    def is_exhausted(self) -> bool:
-        return not len(self._window)
-
-    def expected(self, sequence: RunningSequence) -> int:
-        return self._expected[sequence.request.id]
-
-    def top_up(self) -> None:
-        """Before each step."""
-        self._window.look(self.num_finished)
-        while len(self._window) and self._has_room():
-            row, num_tokens = self._window.take()
-            for request in row:
-                self.sequences.append(RunningSequence(request, 0.0))
-                self._scheduler.add(self.sequences[-1])
-            self._waiting_tokens += [num_tokens, *[1] * (len(row) - 1)]
-
-    def _has_room(self) -> bool:
-        while len(self._waiting_tokens) > self._scheduler.num_waiting:
-            self._waiting_tokens.popleft()
-        if self._config.reorders and sum(self._waiting_tokens) >= self._config.max_num_batched_tokens:
-            return False
-        return self._scheduler.num_waiting < self._config.max_num_seqs
+    return recorder.forecast(sequences)
 
 
 def _made_up(output: SchedulerOutput, tokens: "count[int]") -> StepResult:
