@@ -50,7 +50,8 @@ int64_t cost_of(const Problem& p, const Tile& tile) {
 template <class Math>
 class Batch {
    public:
-    Batch(const Problem& problem, const Layout<Math>& layout) : p_(problem), layout_(layout), tiles_(make_tiles(problem)) {
+    Batch(const Problem& problem, const Layout<Math>& layout)
+        : p_(problem), layout_(layout), tiles_(make_tiles(problem)) {
         int64_t total = 0;
         for (const Tile& tile : tiles_) total += cost_of(p_, tile) * p_.num_kv_heads;
         threads_ = std::max<int64_t>(1, std::min(p_.threads, total / LEAST_COST));
@@ -65,7 +66,8 @@ class Batch {
     void run() {
         thread_local AlignedBuffer<float> memory;
         partials_ = memory.at_least(size_t(partial_size_));
-        parallel_items(int64_t(shared_items_.size()), threads_, 1, [&](int64_t i) { run_shared(shared_items_[size_t(i)]); });
+        parallel_items(int64_t(shared_items_.size()), threads_, 1,
+                       [&](int64_t i) { run_shared(shared_items_[size_t(i)]); });
         int64_t n = int64_t(items_.size());
         // a tile's heads lie side by side in the cache, so one thread takes them all where there are plenty
         int64_t grain = n >= threads_ * SHARES * p_.num_kv_heads ? p_.num_kv_heads : 1;
@@ -90,8 +92,10 @@ class Batch {
                 if (cost_of(p_, rest) <= split_above_) tiles.push_back(tile_of[size_t(sequence)]);  // else it is split
             }
             size_t width = size_t(most_queries(p_));
-            for (size_t first = 0; first + 1 < tiles.size(); first += width)
-                add_shared({tiles.begin() + first, tiles.begin() + std::min(first + width, tiles.size())}, shared.num_keys);
+            for (size_t first = 0; first + 1 < tiles.size(); first += width) {
+                size_t end = std::min(first + width, tiles.size());
+                add_shared({tiles.begin() + first, tiles.begin() + end}, shared.num_keys);
+            }
         }
     }
 
@@ -116,15 +120,18 @@ class Batch {
         Softmax result = Softmax::at(result_memory(shared.tile), attention.rows(), width);
         result.clear(attention.rows(), width);
         attention.run(item.first_span, item.end_span, result, shared.tile.place(item.kv_head, item.first_span));
-        int64_t size = Softmax::size(rows, width), place = (item.kv_head * shared.tile.end_span() + item.first_span) * size;
-        for (size_t i = 0; i < shared.begun.size(); i++)
-            result.copy_rows(int64_t(i) * rows, rows, width, Softmax::at(partials_ + shared.begun[i] + place, rows, width));
+        int64_t place = (item.kv_head * shared.tile.end_span() + item.first_span) * Softmax::size(rows, width);
+        for (size_t i = 0; i < shared.begun.size(); i++) {
+            float* begun = partials_ + shared.begun[i] + place;
+            result.copy_rows(int64_t(i) * rows, rows, width, Softmax::at(begun, rows, width));
+        }
     }
 
     void add_items(int64_t t, int64_t head) {
         const Tile& tile = tiles_[size_t(t)];
         int64_t first = tile.first_span(), end = tile.end_span();
-        if (end - first == 1 || tile.begun >= 0 || cost_of(p_, tile) <= split_above_) return items_.push_back({t, head, first, end, -1});
+        if (end - first == 1 || tile.begun >= 0 || cost_of(p_, tile) <= split_above_)
+            return items_.push_back({t, head, first, end, -1});
         split_.push_back({t, head, first, end, partial_size_});
         for (int64_t span = first; span < end; span++) {
             items_.push_back({t, head, span, span + 1, partial_size_});

@@ -1,8 +1,8 @@
 // Which sequences of a batch begin with the same blocks, so that one pass over those keys serves the new tokens of all.
 //
-// Sorted by block table, sequences with a common beginning are neighbours, and what several neighbours have in common is
-// the least that any two side by side have: a tree of runs. Each run is either one group, over what all its sequences
-// have in common, or several within it, whichever saves more keys.
+// Sorted by block table, sequences with a common beginning are neighbours, and what several neighbours have in common
+// is the least that any two side by side have: a tree of runs. Each run is either one group, over what all its
+// sequences have in common, or several within it, whichever saves more keys.
 #pragma once
 
 #include <algorithm>

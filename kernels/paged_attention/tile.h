@@ -54,7 +54,8 @@ class TileAttention {
         now_->locate(p_, tile_.place(head_, first));
         if (end - first == 1 && !begun) return run_span(first, result, next);
         int64_t size = Softmax::size(rows_, width_);
-        for (int64_t s = 0; begun && s < first; s++) result.merge(Softmax::at(begun + s * size, rows_, width_), rows_, width_);
+        for (int64_t s = 0; begun && s < first; s++)
+            result.merge(Softmax::at(begun + s * size, rows_, width_), rows_, width_);
         float* own = memory_.span.at_least(size_t(size));
         for (int64_t s = first; s < end; s++) {
             bool goes_on = begun && s == first && tile_.first_key % SPAN;
