@@ -24,7 +24,7 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 # Options that are about files and rows.
 _OF_FILES = frozenset(
-    {f.name for cls in (InputConfig, OutputConfig, LimitsConfig) for f in fields(cls)} | {"kv_guard"}
+    {f.name for cls in (InputConfig, OutputConfig, LimitsConfig) for f in fields(cls)} | {"kv_guard", "lengths_from"}
 ) - {
     "chat_template",
     "on_too_long",

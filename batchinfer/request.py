@@ -65,6 +65,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPSILON
 
+    @property
+    def never_stops(self) -> bool:
+        """Nothing but max_tokens ends the answer."""
+        return self.ignore_eos and not self.stop and not self.stop_token_ids
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class RequestId:

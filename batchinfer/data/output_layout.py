@@ -14,7 +14,7 @@ from typing import Literal
 from batchinfer.errors import UsageError
 
 FileFormat = Literal["parquet", "jsonl"]
-PART_NAME = re.compile(r"part-\d{5,}\.parquet")
+PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 _FILE_SUFFIXES: dict[str, tuple[FileFormat, str | None]] = {
     ".parquet": ("parquet", None),
     ".jsonl": ("jsonl", None),

@@ -139,10 +139,15 @@ class PromptBuilder:
                 params,
                 max_tokens,
                 make_noise_key(place, params.seed, self.seed),
-                None if self.earlier_lengths is None else min(max_tokens, self.earlier_lengths.of(place)),
+                self._expected_tokens(place, params, max_tokens),
             )
             for place in places
         ]
+
+    def _expected_tokens(self, place: RequestId, params: SamplingParams, max_tokens: int) -> int | None:
+        """What an earlier run tells of an answer whose length is not known anyway."""
+        told = None if self.earlier_lengths is None or params.never_stops else self.earlier_lengths.of(place)
+        return None if told is None else min(max_tokens, told)
 
     def _fit(self, prompt: TokenIds, max_tokens: int | None) -> TokenIds:
         """The prompt, cut where it is too long and may be cut.

@@ -69,6 +69,16 @@ def iter_results(target: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
             yield from _parquet_results(location, names)
 
 
+def check_parts(target: str) -> None:
+    """Raises UsageError where an output lacks a part before its last, as one may that was interrupted: counting does not
+    give the places of its rows in the job."""
+    names = [location.name for location in _files(target)]
+    numbers = [int(match[1]) for name in names if (match := PART_NAME.fullmatch(name))]
+    missing = sorted(set(range(len(numbers))) - set(numbers))
+    if missing:
+        raise UsageError(f"{target}: part {missing[0]} is not there yet; finish that run first, by the same command")
+
+
 def _files(target: str) -> list[Location]:
     location = locate(target)
     with naming_faults(location.uri, UsageError, "check the rights to it"):

@@ -26,7 +26,7 @@ def expected_tokens(request: Request, default: int | None) -> int:
     its max_tokens, else those."""
     if request.expected_tokens is not None:
         return request.expected_tokens
-    if default is None or request.params.ignore_eos:
+    if default is None or request.params.never_stops:
         return request.max_tokens
     return min(request.max_tokens, max(default, request.params.min_tokens))
 

@@ -51,13 +51,16 @@ class WeightForm:
 
 
 def read_heads(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model directory's safetensors files. Raises BatchInferError naming a file that is none."""
+    """Every tensor of the model directory's safetensors files. Raises BatchInferError naming a file that is none,
+    or where there is none."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if index.exists() and not single.exists():
         files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     else:
         files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise BatchInferError(f"{path}: there are no safetensors files, whose weights a plan could count")
     return {name: tensor for file in files for name, tensor in _read_head(file)}
 
 

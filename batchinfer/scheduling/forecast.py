@@ -162,15 +162,17 @@ class Forecast:
         that tells so."""
         table = self._table
         requests = [candidate.request for candidate in candidates]
-        told = [-1 if request.expected_tokens is None else request.expected_tokens for request in requests]
+        of_candidates = [-1 if request.expected_tokens is None else request.expected_tokens for request in requests]
         classes = np.concatenate([table.length_class[slots], [self._lengths.class_of(request) for request in requests]])
         generated = np.concatenate([table.num_generated(slots), [len(c.output_token_ids) for c in candidates]])
         limits = np.concatenate([table.max_tokens[slots], [request.max_tokens for request in requests]])
         levels = np.concatenate([table.level[slots], table.next_levels(len(candidates))])
-        still_told = np.concatenate([table.expected_tokens[slots], told]) - generated
+        told = np.concatenate([table.expected_tokens[slots], of_candidates])
+        num_beyond = int(((told >= 0) & (generated > told)).sum())
+        is_told = (told > generated) & self._lengths.believes_earlier_runs(num_beyond)
         learnt = self._lengths.remaining(classes, generated, limits, levels)
-        remaining = np.where(still_told > 0, still_told, learnt)
-        return np.maximum(remaining - 1, 0), still_told > 0  # the last token is an answer, never an input
+        remaining = np.where(is_told, told - generated, learnt)
+        return np.maximum(remaining - 1, 0), is_told  # the last token is an answer, never an input
 
 
 def admission_rule(

@@ -16,6 +16,7 @@ _MAX_CLASSES = 64
 _PRIOR_MEAN_TOKENS = 4096.0  # where nothing has ended yet, and more is allowed
 _PRIOR_SEQUENCES = 4.0  # how many finished requests the prior counts for, and all requests for those of one class
 _TRUSTED_SHARE = 0.9  # of the answers, that are as long as an earlier run told
+_FEW_BEYOND, _SHARE_BEYOND = 2, 0.1  # answers, and of all, that may run on before an earlier run is believed no more
 _SMALLEST_CHANGE = 4  # endings after which the figures are worked out anew, at least
 _NEVER = 1e3  # a cumulative hazard that no draw reaches
 # Rising lengths (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, ...) between which the rate of ending is constant.
@@ -38,7 +39,7 @@ class OutputLengths:
         self._endings = np.zeros((_MAX_CLASSES + 2, len(_WIDTHS)))
         self._entered = np.zeros_like(self._endings)  # finished answers that came so far
         self._ended: list[tuple[int, int, bool]] = []  # of add(), not yet in both
-        self._num_told = self._num_as_told = 0
+        self._num_told = self._num_as_told = self._num_beyond = 0  # answers that have ended
         self._num_ended = 0
         self._num_ended_at_update = 0
         self.update(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -54,8 +55,7 @@ class OutputLengths:
         return self._num_ended - self._num_ended_at_update >= change
 
     def class_of(self, request: Request) -> int:
-        params = request.params
-        if params.ignore_eos and not params.stop and not params.stop_token_ids:
+        if request.params.never_stops:
             return _EXACT
         key = request.num_prompt_tokens.bit_length(), request.max_tokens.bit_length()
         return self._classes.setdefault(key, min(len(self._classes) + 1, _MAX_CLASSES))
@@ -65,11 +65,17 @@ class OutputLengths:
         """Whether answers so far became just as long as an earlier run's."""
         return self._num_as_told >= _TRUSTED_SHARE * (self._num_told + 1)
 
+    def believes_earlier_runs(self, num_beyond: int) -> bool:
+        """Whether few answers run on beyond what an earlier run told. num_beyond: of those that run, how many do."""
+        beyond = self._num_beyond + num_beyond
+        return beyond <= _FEW_BEYOND + _SHARE_BEYOND * (self._num_told + num_beyond)
+
     def add(self, length_class: int, num_tokens: int, is_cut: bool, expected_tokens: int | None = None) -> None:
         """An answer has ended after num_tokens, where max_tokens cut it (is_cut) or before. expected_tokens: what an
         earlier run told."""
         self._num_told += expected_tokens is not None
         self._num_as_told += expected_tokens == num_tokens
+        self._num_beyond += expected_tokens is not None and num_tokens > expected_tokens
         if length_class != _EXACT:
             self._num_ended += 1
             self._ended.append((length_class, num_tokens, is_cut))

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t PACKING_ROWS = 8;      // laying out a chunk of keys costs about as much as so many rows
 constexpr int64_t LEAST_COST = 1 << 12;  // keys x rows that are worth another thread
+constexpr int64_t MOST_BEGUN = 1 << 24;  // floats of softmaxes beyond which nothing more is shared
 constexpr int64_t SHARES = 4;            // an item above 1 / SHARES of a thread's part is split by spans
 
 // Spans [first, end) of one tile and KV head. A tile that is split keeps each span's softmax at `partial`, one after
@@ -83,6 +84,8 @@ class Batch {
     void share_keys() {
         std::vector<Tile*> tile_of(size_t(p_.num_seqs), nullptr);
         for (Tile& tile : tiles_) tile_of[size_t(tile.sequence)] = &tile;
+        size_t width = size_t(most_queries(p_));
+        if (width < 2) return;
         const Sharing sharing(p_);
         for (const SharedKeys& shared : sharing.groups()) {
             std::vector<Tile*> tiles;
@@ -91,8 +94,7 @@ class Batch {
                 rest.first_key = shared.num_keys;
                 if (cost_of(p_, rest) <= split_above_) tiles.push_back(tile_of[size_t(sequence)]);  // else it is split
             }
-            size_t width = size_t(most_queries(p_));
-            for (size_t first = 0; first + 1 < tiles.size(); first += width) {
+            for (size_t first = 0; first + 1 < tiles.size() && partial_size_ < MOST_BEGUN; first += width) {
                 size_t end = std::min(first + width, tiles.size());
                 add_shared({tiles.begin() + first, tiles.begin() + end}, shared.num_keys);
             }

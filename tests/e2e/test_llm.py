@@ -133,6 +133,7 @@ def test_options_bear_the_names_of_run(llm: LLM, tiny_model: Path) -> None:
         ({"kv_cache_dtyp": "fp8"}, "no option 'kv_cache_dtyp'; did you mean 'kv_cache_dtype'"),
         ({"zzz": 1}, "no option 'zzz'; those of `batchinfer run`"),
         ({"output": "x"}, "no option 'output'"),
+        ({"lengths_from": "x"}, "no option 'lengths_from'"),
         ({"kv_cache_memory": "many"}, "kv_cache_memory: 'many' is not a size"),
         ({"dtype": "fp7"}, "dtype = 'fp7': must be"),
         ({"max_num_seqs": 0}, "max_num_seqs = 0: must be 1 or more"),

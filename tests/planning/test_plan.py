@@ -160,6 +160,7 @@ def test_lengths_of_several_samples_of_an_earlier_run(model: Path, tiny_model: P
         (["--kv-cache-memory", "1KiB"], "a block of 16 tokens takes"),
         (["--max-model-len", 5000], "the model has positions for 1024 tokens"),
         (["--prompt-column", "nothing"], "no such column"),
+        (["--load-format", "dummy"], "a plan counts a checkpoint's weights"),
     ],
 )
 def test_faults_are_one_line(

@@ -130,6 +130,17 @@ def test_what_an_earlier_run_tells_goes_before_what_has_been_learnt() -> None:
     assert not lengths.trusts_earlier_runs
 
 
+def test_an_earlier_run_is_believed_until_answers_run_on_beyond_it() -> None:
+    """Two may, and of many a tenth: of those that have ended and of those that run."""
+    lengths, length_class = taught([20] * 40, 900)
+    assert lengths.believes_earlier_runs(2)
+    assert not lengths.believes_earlier_runs(3)
+    for number in range(30):
+        lengths.add(length_class, 7, is_cut=False, expected_tokens=7 if number else 6)
+    assert lengths.believes_earlier_runs(4)  # 5 of 34
+    assert not lengths.believes_earlier_runs(5)  # 6 of 35
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_curves_are_those_of_a_plain_life_table(seed: int) -> None:
     """Whatever is handed over one by one or together, and whichever of the answers still run."""
