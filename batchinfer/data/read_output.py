@@ -70,7 +70,7 @@ def iter_results(target: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
 
 
 def check_parts(target: str) -> None:
-    """Raises UsageError where an output lacks a part before its last, as one may that was interrupted: counting does not
+    """Raises UsageError where an output lacks a part before its last, as an interrupted one may: counting does not
     give the places of its rows in the job."""
     names = [location.name for location in _files(target)]
     numbers = [int(match[1]) for name in names if (match := PART_NAME.fullmatch(name))]
