@@ -5,6 +5,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import triton
+
 from batchinfer.errors import UsageError
 from batchinfer.executors.kernel_cases import MODELS, KernelCase, ModelShape, cases
 from batchinfer.kernels.common.triton_ahead import ahead_of_time
@@ -20,6 +22,9 @@ EXCEPTIONS = {
         "_change": "it reads single tokens' logits",
     }.items()
 }
+if triton.__version__.startswith("3.6."):
+    _OLD = "Triton 3.6 multiplies int8 by other instructions on sm_100"
+    EXCEPTIONS |= {(name, "no UTCIMMA"): _OLD for name in ("_int8_linear", "_quantize_rows")}
 _COLUMNS = f"{'registers':>9} {'spills':>6} {'shared KiB':>10} {'matrix':>6}  loads by bits"
 
 
