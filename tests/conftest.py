@@ -1,12 +1,46 @@
-"""Fixtures that several rooms share: the default model (fetched once into the cache) and the bench workloads."""
+"""Fixtures that several rooms share: the default model (fetched once into the cache) and the bench workloads. And a run
+of everything is divided among the machine's processors, where pytest-xdist is installed."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
+MOST_WORKERS = 8
+WORKER_BYTES = 4 << 30  # of the machine's memory; the default model in float32, twice, takes half of that
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Workers for a run that names no files, tests or -n itself; tests that are chosen or debugged stay in this
+    process."""
+    option = config.option
+    chooses = option.keyword or config.getoption("lf", False) or config.args_source is not config.ArgsSource.TESTPATHS
+    stays = option.collectonly or option.usepdb or option.trace or hasattr(config, "workerinput")
+    if chooses or stays or not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None:
+        return
+    workers = min(len(processors()), psutil.virtual_memory().total // WORKER_BYTES, MOST_WORKERS)
+    if workers > 1:
+        option.numprocesses = workers
+        option.dist = "worksteal"  # keeps neighbours, which share fixtures, together as long as may be
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker has its own share of the processors, and the processes that it starts have no other: what is being
+    tested takes a thread for each processor, and more threads than processors wait for each other."""
+    if worker := getattr(config, "workerinput", None):
+        mine = processors()[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]
+        if mine and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, mine)
+
+
+def processors() -> list[int]:
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return sorted(usable)
 
 
 @pytest.fixture(scope="session")
