@@ -1,39 +1,95 @@
-"""`batchinfer bench kernels`: checks the GPU kernels, compiled only or on a device."""
+"""`batchinfer bench kernels`: checks the GPU kernels, compiled only or on a device, and there a whole model too."""
+
+import json
+from typing import TextIO
 
 import click
 
+from batchinfer.cli.bench_model import model_sizes
+from batchinfer.cli.options import DURATION
 from batchinfer.errors import BatchInferError, UsageError
 
 
-@click.command(short_help="The GPU kernels: compiled for a target, or measured on a device.")
+@click.command(short_help="The GPU: its kernels, compiled for a target or measured, and a whole model on it.")
 @click.option("--compile-only", is_flag=True, help="Compile for each --target, without a GPU, and check the code.")
 @click.option("--target", default="sm_80,sm_90,sm_100,gfx942", show_default=True, help="Comma-separated.")
-@click.option("--model", "model_names", multiple=True, metavar="NAME", help="Sizes of this model only; repeatable.")
-@click.option("--device", type=click.Choice(["cuda"]), default="cuda", show_default=True, help="Where to measure.")
-def kernels(compile_only: bool, target: str, model_names: tuple[str, ...], device: str) -> None:
+@click.option("--model", "model_names", multiple=True, metavar="NAME", help="Kernels of this model only; repeatable.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="Where to measure; a CPU has the model's part only.",
+)
+@click.option(
+    "--part",
+    "parts",
+    type=click.Choice(["kernels", "model"]),
+    multiple=True,
+    default=("kernels", "model"),
+    show_default=True,
+    help="What to measure; repeatable.",
+)
+@click.option("--budget", type=DURATION, default="8m", show_default=True, help="All of it ends within this time.")
+@model_sizes
+@click.option(
+    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
+)
+def kernels(
+    compile_only: bool,
+    target: str,
+    model_names: tuple[str, ...],
+    device: str,
+    parts: tuple[str, ...],
+    budget: float,
+    shape: str,
+    workloads: tuple[str, ...],
+    num_seqs: int,
+    json_file: TextIO | None,
+) -> None:
     """Check the GPU kernels at the sizes of known models.
 
     With --compile-only: registers, spills, shared memory and instructions of each; fails where a kernel spills, needs
     more shared memory than the target has, loads by less than 16 bytes, or lacks the target's matrix instructions.
 
     Otherwise each kernel runs on the device beside its reference and is timed against the device's own copy bandwidth
-    and matrix products; fails where results differ.
+    and matrix products, and then a model runs as in bench model, with an fp8 cache. Beside each figure stands what is
+    aimed at on an H200. Fails where a kernel's results differ or a part does not come to its end, whose figures until
+    then are shown; says what the time did not suffice for.
     """
     if compile_only:
         _compile(target.split(","), model_names)
         return
-    from batchinfer.executors.kernel_device import checks, ready  # here, as it brings torch
+    from batchinfer.executors.gpu_check import CheckRequest, GpuCheck
+    from batchinfer.executors.kernel_device import ready  # here, as it brings torch
     from batchinfer.executors.kernel_gates import models
 
-    shapes = models(model_names)
-    if not ready(device):
+    models(model_names)
+    if device == "cpu" and "kernels" in parts:
+        raise UsageError("--device cpu: give --part model, or --compile-only, which checks the kernels without a GPU")
+    if device == "cuda" and not ready(device):
         raise UsageError("no CUDA device is here: --compile-only checks the kernels without one")
-    failed = 0
-    for line, is_right in checks(shapes, device):
-        click.echo(line)
-        failed += not is_right
-    if failed:
-        raise BatchInferError(f"{failed} kernels differ from their references")
+    request = CheckRequest(
+        parts=parts,
+        models=model_names,
+        shape=shape,
+        workloads=workloads,
+        num_seqs=num_seqs,
+        device=device,
+        budget_s=budget,
+    )
+    check = GpuCheck(request, click.echo, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    try:
+        check.run()
+    finally:
+        for line in check.summary():
+            click.echo(line)
+        if json_file is not None:
+            json_file.write(json.dumps(check.to_json(), indent=2) + "\n")
+    if check.found.num_wrong or check.found.failures:
+        raise BatchInferError(
+            f"{check.found.num_wrong} kernels differ from their references, {len(check.found.failures)} failures"
+        )
 
 
 def _compile(target_names: list[str], model_names: tuple[str, ...]) -> None:

@@ -135,11 +135,14 @@ class _ParsedType(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+DURATION = _ParsedType("duration", parse_duration)
+
+
 def _click_type(member: "Field[Any]") -> click.ParamType:
     if member.metadata["choices"]:
         return click.Choice(member.metadata["choices"])
     if member.metadata["kind"] == "size":
         return _ParsedType("size", parse_size)
     if member.metadata["kind"] == "duration":
-        return _ParsedType("duration", parse_duration)
+        return DURATION
     return {str: click.STRING, int: click.INT, float: click.FLOAT}[scalar_type(member)]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from batchinfer.executors.step_fit import TimedStep, fit_step_times
 from batchinfer.models.resolve import ModelFiles, resolve_model
 from batchinfer.request import Request, RequestId, SamplingParams
 from batchinfer.roofline import DevicePeaks, StepTimes, machine_name, save_peaks, save_step_times
+
+if TYPE_CHECKING:
+    import torch
 
 _COPY_BYTES = 1 << 28
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -52,21 +55,35 @@ def profile_key(config: JobConfig, files: ModelFiles, device: str, dtype: str, k
 
 
 def measure_peaks(device: str, dtype: str, threads: int | None = None) -> DevicePeaks:
-    """About a second. Reads as a copy does, which moves each byte twice. dtype: as in "bf16"; of the product."""
+    """About a second. Reads as a copy does, which moves each byte twice. dtype: of the product, as in "bf16", or int8,
+    or fp8, which a CPU computes in float32."""
     import torch
-
-    from batchinfer.cache.paged_kv import TORCH_DTYPES
 
     torch.set_num_threads(threads or usable_processors())
     source = torch.ones(_COPY_BYTES // 4, device=device)
     target = torch.empty_like(source)
     copy_s = _fastest(lambda: target.copy_(source), device)
     size = _MATMUL_SIZE[device]
-    left = torch.rand(size, size, device=device).to(TORCH_DTYPES[dtype])
-    product_s = _fastest(lambda: left @ left.T, device)
+    product_s = _fastest(_product(torch.rand(size, size, device=device), dtype), device)
     where = f"{machine_name(device)}, {dtype}"
     where += f", {torch.get_num_threads()} threads" if device == "cpu" else ""
     return DevicePeaks(2 * source.nbytes / copy_s, 2.0 * size**3 / product_s, where, _today())
+
+
+def _product(values: "torch.Tensor", dtype: str) -> Callable[[], object]:
+    """The library's product of a matrix of numbers from 0 to 1 and its transpose."""
+    import torch
+
+    from batchinfer.cache.paged_kv import TORCH_DTYPES
+
+    if dtype == "int8":
+        integers = (values * 127).to(torch.int8)
+        return lambda: torch._int_mm(integers, integers.T)
+    if dtype == "fp8" and values.is_cuda:
+        codes, one = values.to(torch.float8_e4m3fn), torch.ones((), device=values.device)
+        return lambda: torch._scaled_mm(codes, codes.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    left = values.to(torch.float32 if dtype == "fp8" else TORCH_DTYPES[dtype])
+    return lambda: left @ left.T
 
 
 def _fastest(run: Callable[[], object], device: str) -> float:

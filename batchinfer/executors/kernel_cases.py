@@ -61,6 +61,8 @@ class KernelCase:
     matrix_kind: str = ""  # of the products that the gates ask for, as Target.matrix_pattern has it; empty: none
     needs_e4m3: bool = False  # products that not all devices have
     reference: Callable[..., Any] | None = None  # None: the function of the op's own reference
+    rows: int = 0  # of a product's activations
+    weight: str = ""  # of a product, as LINEAR_ROWS has it
 
 
 def cases(model: ModelShape) -> Iterator[KernelCase]:
@@ -190,6 +192,8 @@ def _linear(model: ModelShape, rows: int, function: str, name: str) -> KernelCas
         matrix_kind="" if by_library else kinds[function],
         needs_e4m3=function == "fp8_linear",
         reference=_dequantized_linear if function == "packed_linear" else None,
+        rows=rows,
+        weight=name,
     )
 
 

@@ -1,5 +1,5 @@
-"""How fast a model with weights drawn at random answers, beside what the device's peaks allow. Called by `bench
-model`."""
+"""How fast a model with weights drawn at random answers, beside what the device's peaks allow. Called by `bench model`
+and device_part.py."""
 
 import json
 import tempfile
@@ -14,13 +14,15 @@ import numpy as np
 from batchinfer.config import JobConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
+from batchinfer.executors.aims import MODEL_SHARE, verdict
 from batchinfer.executors.device_profile import measure_peaks
-from batchinfer.executors.local import build_engine, load_model, prepare_kernels
+from batchinfer.executors.local import LocalEngine, build_engine, load_model, prepare_kernels
 from batchinfer.models.resolve import resolve_model
 from batchinfer.models.step_work import StepWork
 from batchinfer.request import Request, RequestId, SamplingParams
 from batchinfer.roofline import DevicePeaks
 
+_LEAST_S = 3.0  # that a workload is measured for, unless less is asked for
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 _LLAMA = {"model_type": "llama", "torch_dtype": "float16", "rms_norm_eps": 1e-5, "quantization_config": _AWQ}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -40,6 +42,9 @@ class Workload:
     num_inputs: int
     num_outputs: int
 
+    def __str__(self) -> str:
+        return f"{self.num_inputs}/{self.num_outputs}"
+
     @classmethod
     def parse(cls, text: str) -> "Workload":
         """Of "1000/1000". Raises UsageError."""
@@ -49,20 +54,28 @@ class Workload:
         return cls(int(inputs), int(outputs))
 
 
+def speed_config(given: Mapping[str, Any]) -> JobConfig:
+    """The configuration of a measurement. given: options of run, over those that it takes by itself: an fp8 cache, and
+    as many sequences as are asked for. Raises ValueError as JobConfig does."""
+    return JobConfig.from_options({"kv_cache_dtype": "fp8", "admission": "greedy", **given})
+
+
 def measure_model(
     shape: str,
     workloads: Sequence[Workload],
     config: JobConfig,
     seconds: float,
     report: Callable[[str], None],
+    end: float | None = None,
 ) -> Iterator[dict[str, Any]]:
     """For each workload its figures: num_inputs, num_outputs, num_seqs that ran at once in the mean,
-    output_tokens_per_s, roofline_tokens_per_s (of the same work at the device's peaks), share_of_roofline, and the
-    steps and seconds measured.
+    output_tokens_per_s, roofline_tokens_per_s (of the same work at the device's peaks), share_of_roofline, the `aim` of
+    it and whether that is `reached` (None on a CPU), the steps and seconds measured.
 
     config: of a job; its model and load format are replaced. Each workload is measured for `seconds` in its steady
     state: it begins with sequences of which as many are near their end as near their beginning, computed before, and
-    whoever ends is replaced. Raises BatchInferError as a job does.
+    whoever ends is replaced. end: of time.monotonic; each workload takes an equal share of what is left until then, and
+    is left out where that does not suffice to begin. Raises BatchInferError as a job does.
     """
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
@@ -75,10 +88,15 @@ def measure_model(
         prepare_kernels(config, report)
         files = resolve_model(directory, report, load_format="dummy")
         local = build_engine(config, load_model(config, files, report), report)
-    peaks = measure_peaks(local.device, local.work.dtype)
-    report(f"peaks: {peaks.bytes_per_s / 1e9:,.0f} GB/s, {peaks.flops_per_s / 1e9:,.0f} GFLOP/s ({peaks.measured_on})")
-    for load in workloads:
-        yield _measure(local.engine, local.work, peaks, load, config.scheduler.max_num_seqs, seconds)
+    roofs = _measure_roofs(local, config.model.activation_dtype, report)
+    for place, load in enumerate(workloads):
+        now = time.monotonic()
+        own_end = None if end is None else now + (end - now) / (len(workloads) - place)
+        found = _measure(local, roofs, load, config.scheduler.max_num_seqs, seconds, own_end)
+        if found is None:
+            report(f"{load}: left out: the time was over before all sequences had begun")
+        else:
+            yield found
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,31 +118,62 @@ class Counts:
         return Counts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
-def roofline_seconds(work: StepWork, peaks: DevicePeaks, counts: Counts) -> float:
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    """A device's bytes a second and floating-point operations a second, of the products of layers, head and
+    attention."""
+
+    bytes_per_s: float
+    linear_flops_per_s: float
+    head_flops_per_s: float
+    attention_flops_per_s: float
+
+    @classmethod
+    def of(cls, wide: DevicePeaks, linear: DevicePeaks, activation_dtype: str) -> "Roofs":
+        """wide: of the precision of weights and activations; linear: of what the layers' products run in. The head's
+        run in that too but with fp8."""
+        head = wide if activation_dtype == "fp8" else linear
+        return cls(wide.bytes_per_s, linear.flops_per_s, head.flops_per_s, wide.flops_per_s)
+
+
+def _measure_roofs(local: LocalEngine, activation_dtype: str, report: Callable[[str], None]) -> Roofs:
+    wide = measure_peaks(local.device, local.work.dtype)
+    linear = wide if activation_dtype == "auto" else measure_peaks(local.device, activation_dtype)
+    for peaks in dict.fromkeys((wide, linear)):
+        figures = f"{peaks.bytes_per_s / 1e9:,.0f} GB/s, {peaks.flops_per_s / 1e9:,.0f} GFLOP/s"
+        report(f"peaks: {figures} ({peaks.measured_on})")
+    return Roofs.of(wide, linear, activation_dtype)
+
+
+def roofline_seconds(work: StepWork, roofs: Roofs, counts: Counts) -> float:
     """The least time that the device's peaks allow for steps: weights are read while their products run, and the cache
     while attention's do, but the two follow each other."""
-    linear_flops = work.linear_flops_per_token * counts.scheduled_tokens
-    linear_flops += work.logits_flops_per_token * counts.sampled_tokens
-    attention_flops = work.attention_flops_per_pair * counts.query_key_pairs
-    linear_s = max(counts.steps * work.weight_bytes / peaks.bytes_per_s, linear_flops / peaks.flops_per_s)
-    cache_bytes = work.kv_bytes_per_token * counts.context_tokens
-    return linear_s + max(cache_bytes / peaks.bytes_per_s, attention_flops / peaks.flops_per_s)
+    products_s = work.linear_flops_per_token * counts.scheduled_tokens / roofs.linear_flops_per_s
+    products_s += work.logits_flops_per_token * counts.sampled_tokens / roofs.head_flops_per_s
+    attention_s = work.attention_flops_per_pair * counts.query_key_pairs / roofs.attention_flops_per_s
+    weights_s = counts.steps * work.weight_bytes / roofs.bytes_per_s
+    cache_s = work.kv_bytes_per_token * counts.context_tokens / roofs.bytes_per_s
+    return max(weights_s, products_s) + max(cache_s, attention_s)
 
 
 def _measure(
-    engine: Engine, work: StepWork, peaks: DevicePeaks, load: Workload, num_seqs: int, seconds: float
-) -> dict[str, Any]:
-    rows = _Rows(engine, load)
-    for place in range(num_seqs):
-        rows.add(num_done=load.num_outputs * place // num_seqs)
-    while rows.num_added - engine.num_waiting < num_seqs:  # until those of the beginning have started
+    local: LocalEngine, roofs: Roofs, load: Workload, num_seqs: int, seconds: float, end: float | None
+) -> dict[str, Any] | None:
+    """None where the sequences cannot all begin before `end`, of time.monotonic."""
+    engine, rows = local.engine, _Rows(local.engine, load)
+    begun = rows.begin(num_seqs, None if end is None else end - min(seconds, _LEAST_S))
+    before, start = Counts.of(engine), time.monotonic()
+    stop = start + seconds if end is None else min(start + seconds, end)
+    while begun and (time.monotonic() < stop or engine.stats.steps == before.steps):
         rows.step()
-    before, start = Counts.of(engine), time.perf_counter()
-    while time.perf_counter() - start < seconds or engine.stats.steps == before.steps:
-        rows.step()
-    elapsed, counts = time.perf_counter() - start, Counts.of(engine).since(before)
+    elapsed, counts = time.monotonic() - start, Counts.of(engine).since(before)
     engine.abandon()
-    least_s = roofline_seconds(work, peaks, counts)
+    return _figures(local, roofs, load, counts, elapsed) if begun else None
+
+
+def _figures(local: LocalEngine, roofs: Roofs, load: Workload, counts: Counts, elapsed: float) -> dict[str, Any]:
+    least_s = roofline_seconds(local.work, roofs, counts)
+    aim = MODEL_SHARE if local.device == "cuda" else None
     return {
         "num_inputs": load.num_inputs,
         "num_outputs": load.num_outputs,
@@ -132,6 +181,8 @@ def _measure(
         "output_tokens_per_s": counts.sampled_tokens / elapsed,
         "roofline_tokens_per_s": counts.sampled_tokens / least_s,
         "share_of_roofline": least_s / elapsed,
+        "aim": aim,
+        "reached": None if aim is None else least_s / elapsed >= aim,
         "steps": counts.steps,
         "seconds": elapsed,
     }
@@ -154,6 +205,17 @@ class _Rows:
         self._engine.add(Request(RequestId(0, self.num_added), prompt, params, num_outputs, noise_key=0))
         self.num_added += 1
 
+    def begin(self, num_seqs: int, end: float | None) -> bool:
+        """Steps until so many sequences run, of which as many are near their end as near their beginning; False where
+        that takes until `end`."""
+        for place in range(num_seqs):
+            self.add(num_done=self._load.num_outputs * place // num_seqs)
+        while self.num_added - self._engine.num_waiting < num_seqs:
+            if end is not None and time.monotonic() >= end:
+                return False
+            self.step()
+        return True
+
     def step(self) -> None:
         """One step of the engine, and a new request for each that it finished. Raises BatchInferError for one that
         failed, whose rows would be no measure."""
@@ -167,6 +229,7 @@ def figures_line(figures: Mapping[str, Any]) -> str:
     """A workload's figures to read."""
     return (
         f"{figures['num_inputs']}/{figures['num_outputs']}: {figures['output_tokens_per_s']:,.0f} output tokens/s, "
-        f"{figures['share_of_roofline']:.0%} of the roofline's {figures['roofline_tokens_per_s']:,.0f}, with "
+        f"{figures['share_of_roofline']:.0%} of the roofline's {figures['roofline_tokens_per_s']:,.0f}"
+        f"{verdict(figures['share_of_roofline'], figures['aim'])}, with "
         f"{figures['num_seqs']:.0f} sequences at once ({figures['steps']} steps in {figures['seconds']:.1f} s)"
     )

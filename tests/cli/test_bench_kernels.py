@@ -1,5 +1,7 @@
 """`batchinfer bench kernels`: what it prints, and how it ends."""
 
+import json
+
 import pytest
 import torch
 
@@ -44,3 +46,38 @@ def test_the_table_and_its_exit_code(capsys, monkeypatch, faults, code):
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["target", "sm_80", "gfx942"]
     assert ("2 kernels fail" in err) == bool(faults)
+
+
+PART = """
+import json, sys
+task = json.loads(sys.argv[1])
+def tell(event, **values):
+    print(json.dumps(dict(event=event, **values)), flush=True)
+if task["part"] == "kernels":
+    tell("cases", names=["a", "b"])
+    for number in range(task["first"], 2):
+        tell("begin", number=number)
+        tell("figure", line=f"line {number}", figures=dict(is_right=IS_RIGHT, reached=True))
+else:
+    tell("figure", line=str(task["num_seqs"]), figures=dict(reached=False), workload=task["workloads"][0])
+"""
+
+
+@pytest.mark.parametrize(("is_right", "code"), [("True", 0), ("number == 0", 1)])
+def test_a_check_of_a_device(capsys, monkeypatch, tmp_path, is_right, code):
+    monkeypatch.setattr("batchinfer.executors.kernel_device.ready", lambda device: True)
+    monkeypatch.setattr("batchinfer.executors.part_process.START", PART.replace("IS_RIGHT", is_right))
+    file = tmp_path / "check.json"
+    assert run("--workload", "9/5", "--num-seqs", "7", "--budget", "30s", "--json", str(file)) == code
+    out, err = capsys.readouterr()
+    assert out.splitlines()[:3] == ["line 0", "line 1", "7"]
+    assert out.splitlines()[3].startswith(f"2 kernels checked, {code} differ from their references; 2 of 3 aims")
+    assert ("1 kernels differ" in err) == bool(code)
+    written = json.loads(file.read_text())
+    assert len(written["kernels"]) == 2
+    assert (written["budget_s"], written["left_out"]) == (30.0, [])
+
+
+def test_a_cpu_has_the_models_part_only(capsys):
+    assert run("--device", "cpu") == 2
+    assert "give --part model" in capsys.readouterr().err
