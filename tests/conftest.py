@@ -52,6 +52,13 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def common_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder of this run of tests that all its workers see."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if hasattr(request.config, "workerinput") else folder
+
+
+@pytest.fixture(scope="session")
 def bench_rows() -> Any:
     """Function (file name, number of rows) -> rows of a bench workload; skips where the workloads are absent."""
 
