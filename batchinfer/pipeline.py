@@ -26,6 +26,7 @@ from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.writer import FinishedOutput, OutputJob, OutputWriter, open_output
 from batchinfer.energy import EnergyMeter
 from batchinfer.errors import ExitCode, UsageError
+from batchinfer.executors.early_pages import early_pages
 from batchinfer.executors.kv_guard import first_prompts, guard_kv_cache, wide_layers_of
 from batchinfer.executors.local import LoadedModel, build_engine, cache_spec, load_model, prepare_kernels
 from batchinfer.executors.loop import Discard, Ending, EndingRules, Sink, run_loop
@@ -90,7 +91,7 @@ def bench_throughput(
 
 def _measure(run: "_Run", sink: Sink) -> dict[str, Any]:
     run.find_model()
-    run.load()
+    run.load(run.input.rows.num_rows)
     with EnergyMeter() as meter:
         ending = run.answer(sink, run.input.selected, Tally())
     if ending is Ending.INTERRUPTED:
@@ -103,7 +104,7 @@ def _answer_to_files(run: "_Run", writer: OutputWriter, target: str, overwrites:
     before = deepcopy(writer.tally)
     if writer.is_resumed:
         _say(f"carrying on: {writer.num_resumed:,} of {writer.num_rows:,} rows are answered already")
-    run.load(writer.kept)
+    run.load(writer.num_rows - writer.num_resumed, writer.kept)
     guard = {"kv_guard": run.guard_outcome} if run.guard_outcome else {}
     writer.keep(max_model_len=run.max_model_len, **guard)
     ending = run.answer(writer, writer.wanted, before, writer.poll)
@@ -175,12 +176,13 @@ class _Run:
             "prompt_logprobs": bool(sampling.prompt_logprobs),
         }
 
-    def load(self, kept: Mapping[str, Any] | None = None) -> None:
-        """Loads the model and sizes its cache. kept: what the job's first run chose, and the answers depend on."""
+    def load(self, num_left: int, kept: Mapping[str, Any] | None = None) -> None:
+        """Loads the model and sizes its cache. num_left: rows to answer. kept: what the job's first run chose for all."""
         config, kept = self._config, kept or {}
         kept_len = kept.get("max_model_len")
         if kept_len is not None:
             config = replace(config, model=replace(config.model, max_model_len=kept_len))
+        pages = early_pages(config, self._files, self.input, self._sampling, num_left)
         with self.phases.timed("kernels"):
             prepare_kernels(config, _say)
         with self.phases.timed("model"):
@@ -188,7 +190,7 @@ class _Run:
         self.guard_outcome = kept.get("kv_guard") if kept else self._guard(config, model)
         try:
             with self.phases.timed("model"):
-                self._local = build_engine(config, model, _say, wide_layers_of(self.guard_outcome))
+                self._local = build_engine(config, model, _say, wide_layers_of(self.guard_outcome), pages=pages)
         except UsageError as error:
             if kept_len is None:
                 raise

@@ -4,11 +4,11 @@ kv_store, read by paged_attention; which block belongs to whom is block_pool's b
 import math
 import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from batchinfer.cache.host_pages import HostPages, huge_pages
 from batchinfer.cache.spec import KVCacheSpec
 
 TORCH_DTYPES = {
@@ -25,17 +25,27 @@ class PagedKVCache:
     """num_blocks blocks of all layers on one device. The memory is not initialised: readers must not look at places
     that nobody wrote, and the operating system gives pages only as they are written."""
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        pages: HostPages | None = None,
+    ) -> None:
+        """pages: memory of a CPU, reserved before, which is used where it fits."""
         self.spec = spec
         self.num_blocks = num_blocks
         places = (num_blocks, spec.num_kv_heads, spec.block_size)
         layers = range(spec.num_layers)
-        dtypes = [TORCH_DTYPES[spec.layer_dtype(layer)] for layer in layers]
-        self._keys = [_allocate((*places, spec.head_dim), dtype, device) for dtype in dtypes]
-        self._values = [_allocate((*places, spec.head_dim), dtype, device) for dtype in dtypes]
+        dtypes = [TORCH_DTYPES[spec.layer_dtype(layer)] for layer in layers for _ in ("keys", "values")]
+        reserved = pages.memory(spec, num_blocks) if pages else None
+        memory: Sequence[mmap.mmap | None] = reserved or [None] * len(dtypes)
+        shape = (*places, spec.head_dim)
+        tensors = [_allocate(shape, dtype, device, own) for dtype, own in zip(dtypes, memory, strict=True)]
+        self._keys, self._values = tensors[::2], tensors[1::2]
         scaled = [layer for layer in layers if spec.has_scales(layer)]
-        self._key_scales = {layer: _allocate(places, torch.float32, device, in_huge_pages=False) for layer in scaled}
-        self._value_scales = {layer: _allocate(places, torch.float32, device, in_huge_pages=False) for layer in scaled}
+        self._key_scales = {layer: _scales(places, device) for layer in scaled}
+        self._value_scales = {layer: _scales(places, device) for layer in scaled}
 
     def key(self, layer: int) -> Tensor:
         """[num_blocks, num_kv_heads, block_size, head_dim] in the layer's storage dtype, contiguous."""
@@ -60,15 +70,17 @@ class PagedKVCache:
         return sum(t.nbytes for t in (*self._keys, *self._values, *scales))
 
 
-def _allocate(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, in_huge_pages: bool = True
-) -> Tensor:
-    """On a CPU in huge pages where the system has them: a sequence's blocks lie far apart, and with small pages each
-    step would look up thousands of addresses anew. Scales are so small that huge pages would mostly be empty."""
-    if torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, memory: mmap.mmap | None) -> Tensor:
+    """memory: of a CPU, with room for the tensor or more; None for huge pages of its own."""
+    if torch.device(device).type != "cpu":
         return torch.empty(*shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if in_huge_pages:
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+    count = math.prod(shape)
+    return torch.frombuffer(memory or huge_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
+
+
+def _scales(shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """Scales, which are so small that huge pages would mostly be empty."""
+    if torch.device(device).type != "cpu":
+        return torch.empty(*shape, dtype=torch.float32, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32).view(*shape)

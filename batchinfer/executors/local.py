@@ -23,6 +23,7 @@ from batchinfer.models.step_work import StepWork, step_work
 from batchinfer.roofline import machine_name
 
 if TYPE_CHECKING:
+    from batchinfer.cache.host_pages import HostPages
     from batchinfer.cache.paged_kv import PagedKVCache
     from batchinfer.models.decoder import Decoder
 
@@ -120,10 +121,12 @@ def build_engine(
     report: Callable[[str], None],
     wide_layers: Collection[int] = (),
     overlaps: bool = True,
+    pages: "HostPages | None" = None,
 ) -> LocalEngine:
     """Allocates the cache, of which wide_layers are kept in the model's precision, and makes a GPU ready for the first
     step. `report` gets the lines that say what was decided. overlaps: a GPU's steps may be submitted before the last
-    one has ended, so that a call of Engine.step does not stand for one. Raises UsageError for sizes that do not fit."""
+    one has ended, so that a call of Engine.step does not stand for one. pages: as of early_pages. Raises UsageError for
+    sizes that do not fit."""
     from batchinfer.cache.paged_kv import PagedKVCache
     from batchinfer.executors.cache_size import describe, memory_budget, memory_table, size_cache
 
@@ -134,7 +137,9 @@ def build_engine(
         report(line)
     if config.scheduler.reserves and config.cache.enable_prefix_caching:
         report("--kv-allocation contiguous: nothing of the cache can be shared, so prefix caching is off")
-    cache = PagedKVCache(spec, size.num_blocks, model.device)
+    cache = PagedKVCache(spec, size.num_blocks, model.device, pages)
+    if pages is not None:
+        pages.stop()
     if config.cache.explain_memory:
         sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks, scratch)
         for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):
@@ -168,7 +173,9 @@ def _engine(
     start = time.perf_counter()
     steps = gpu_steps(decoder, spec, scheduler.max_num_seqs, max_model_len, config.model.enforce_eager)
     in_flight = STEPS_IN_FLIGHT if overlaps else 1
-    engine = Engine(*common, in_flight, **arguments, queue=steps.queue, graphs=steps.graphs)
+    engine = Engine(
+        *common, in_flight, **arguments, queue=steps.queue, graphs=steps.graphs, key_stacks=steps.key_stacks
+    )
     engine.warm_up()
     graphs = f", {steps.graphs.count} graphs of decode steps captured" if steps.graphs else ""
     report(f"GPU made ready in {time.perf_counter() - start:.1f} s: kernels compiled{graphs}")

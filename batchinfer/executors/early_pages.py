@@ -1,0 +1,57 @@
+"""Asks for the memory of a CPU's KV cache while the weights are being loaded. Called by the pipeline."""
+
+import sys
+
+from batchinfer.cache.host_pages import HostPages
+from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
+from batchinfer.config import JobConfig
+from batchinfer.data.fewest_tokens import fewest_tokens
+from batchinfer.data.job_input import JobInput
+from batchinfer.errors import BatchInferError, UsageError
+from batchinfer.executors.cache_size import size_cache
+from batchinfer.executors.local import available_memory, choose_device
+from batchinfer.models.loader import load_scheme, load_spec, own_dtype
+from batchinfer.models.resolve import ModelFiles
+from batchinfer.models.spec import DecoderSpec
+from batchinfer.request import SamplingParams
+
+
+def early_pages(
+    config: JobConfig, files: ModelFiles, job: JobInput, defaults: SamplingParams, num_left: int
+) -> HostPages | None:
+    """Room for the job's cache, of which a thread asks for as much as its rows need at least.
+
+    num_left: rows to be answered. None on a GPU, outside Linux, and where the model or the options are at fault, which
+    loading says better.
+    """
+    import torch
+
+    if not sys.platform.startswith("linux") or choose_device(config.model.device, torch.cuda.is_available()) != "cpu":
+        return None
+    try:
+        model = load_spec(files.path, [name for name in config.model.allow_config_fields.split(",") if name])
+        spec = _cache_spec(config, files, model)
+        most = size_cache(config, model, spec, weight_bytes=0, free_bytes=available_memory(), device="cpu").num_blocks
+        pages = HostPages(spec, most)
+    except (BatchInferError, UsageError, ValueError, OSError):
+        return None
+    at_once = min(num_left, config.scheduler.max_num_seqs)
+    pages.ask_for(lambda: int(at_once * fewest_tokens(job, defaults)) // spec.block_size)
+    return pages
+
+
+def _cache_spec(config: JobConfig, files: ModelFiles, model: DecoderSpec) -> KVCacheSpec:
+    """The shape of the cache; the scales of an 8-bit one are no part of its pages."""
+    is_quantised = load_scheme(files.path, config.model.quantization) is not None
+    own = own_dtype(files.path, model, is_quantised) if config.model.dtype == "auto" else config.model.dtype
+    dtype = own if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    return KVCacheSpec(
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
+        config.cache.block_size,
+        dtype,
+        per_token_scales=ELEMENT_BYTES[dtype] == 1,
+        wide_layers=config.cache.skip_layers,
+        wide_dtype=own,
+    )

@@ -1,0 +1,128 @@
+"""HostPages: room without memory, memory ahead of need, and when it is used."""
+
+import ctypes
+import mmap
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from batchinfer.cache.host_pages import HostPages
+from batchinfer.cache.paged_kv import PagedKVCache
+from batchinfer.cache.spec import KVCacheSpec
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what is resident")
+SPEC = KVCacheSpec(num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="bf16", per_token_scales=False)
+KEYS = 16 * 4 * 64 * 2  # bytes of a block's keys in a layer
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def filled(pages: HostPages) -> None:
+    assert pages._thread is not None
+    pages._thread.join(30)
+    assert not pages._thread.is_alive()
+
+
+def test_only_what_is_asked_for_takes_memory():
+    before = resident_bytes()
+    pages = HostPages(SPEC, most_blocks=1 << 15)  # 4 GiB
+    assert resident_bytes() - before < 16 << 20
+    pages.ask_for(lambda: 1000)
+    filled(pages)
+    taken = resident_bytes() - before
+    assert 1000 * 4 * KEYS <= taken < 1000 * 4 * KEYS + 4 * (4 << 20) + (16 << 20)  # a huge page at each end
+    memory = pages.memory(SPEC, 1 << 15)
+    assert memory is not None
+    for place in memory:
+        assert not any(place[0 : 1000 * KEYS : 4096])
+
+
+def test_no_more_than_there_is_room_for():
+    pages = HostPages(SPEC, most_blocks=10)
+    pages.ask_for(lambda: 1 << 40)
+    filled(pages)
+    memory = pages.memory(SPEC, 10)
+    assert memory is not None
+    assert [len(place) for place in memory] == [10 * KEYS] * 4
+
+
+def test_stop_ends_it_before_the_next_huge_page():
+    before = resident_bytes()
+    pages = HostPages(SPEC, most_blocks=1 << 15)
+    counted = threading.Event()
+
+    def blocks() -> int:
+        counted.set()
+        time.sleep(0.2)  # meanwhile it is stopped
+        return 1 << 15
+
+    pages.ask_for(blocks)
+    counted.wait()
+    pages.stop()
+    assert resident_bytes() - before < 64 << 20
+
+
+def test_what_was_written_after_stop_stays():
+    pages = HostPages(SPEC, most_blocks=4000)
+    pages.ask_for(lambda: 4000)
+    pages.stop()
+    cache = PagedKVCache(SPEC, 4000, pages=pages)
+    for layer in range(2):
+        cache.key(layer).fill_(1)
+        cache.value(layer).fill_(2)
+    time.sleep(0.1)
+    assert all((cache.key(layer) == 1).all() and (cache.value(layer) == 2).all() for layer in range(2))
+
+
+def test_a_fault_in_counting_leaves_the_pages_to_their_first_writes():
+    def fails() -> int:
+        raise OSError("the shard went away")
+
+    before = resident_bytes()
+    pages = HostPages(SPEC, most_blocks=1 << 12)
+    pages.ask_for(fails)
+    filled(pages)
+    assert resident_bytes() - before < 16 << 20
+    PagedKVCache(SPEC, 1 << 12, pages=pages).key(0)[5] = 1
+
+
+def test_a_cache_lies_in_reserved_pages_where_it_fits():
+    pages = HostPages(SPEC, most_blocks=7)
+    places = pages.memory(SPEC, 5)
+    assert places is not None
+    starts = [ctypes.addressof(ctypes.c_char.from_buffer(place)) for place in places]
+    cache = PagedKVCache(SPEC, 5, pages=pages)
+    tensors = [t for layer in range(2) for t in (cache.key(layer), cache.value(layer))]
+    assert [t.data_ptr() for t in tensors] == starts
+    assert all(t.shape == (5, 4, 16, 64) and t.dtype == torch.bfloat16 for t in tensors)
+    assert cache.nbytes == 5 * SPEC.bytes_per_block()
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_blocks"),
+    [
+        (SPEC, 8),
+        (KVCacheSpec(2, 4, 64, 16, "fp32", False), 5),
+        (KVCacheSpec(3, 4, 64, 16, "bf16", False), 5),
+        (KVCacheSpec(2, 4, 64, 16, "bf16", False, wide_layers=(1,), wide_dtype="fp32"), 5),
+    ],
+    ids=["more blocks", "wider", "more layers", "a wide layer"],
+)
+def test_another_cache_gets_memory_of_its_own(spec, num_blocks):
+    pages = HostPages(SPEC, most_blocks=7)
+    assert pages.memory(spec, num_blocks) is None
+    cache = PagedKVCache(spec, num_blocks, pages=pages)
+    assert cache.nbytes == num_blocks * spec.bytes_per_block()
+    cache.key(0).fill_(1)
+
+
+def test_scales_are_no_part_of_the_pages():
+    plain = KVCacheSpec(2, 4, 64, 16, "fp8", per_token_scales=False)
+    scaled = KVCacheSpec(2, 4, 64, 16, "fp8", per_token_scales=True)
+    assert HostPages(scaled, 3).memory(plain, 3) is not None

@@ -1,0 +1,67 @@
+"""fewest_tokens: what rows hold at least, from their first ones."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.config import InputConfig
+from batchinfer.data.fewest_tokens import fewest_tokens
+from batchinfer.data.job_input import JobInput
+from batchinfer.request import SamplingParams
+
+
+def job(tmp_path, columns, **options) -> JobInput:
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    config = InputConfig(input=(str(tmp_path / "rows.parquet"),), **options)
+    return JobInput.read(config, 0, lambda line: None)
+
+
+UNTIL_THE_END = SamplingParams(max_tokens=128, ignore_eos=True)
+
+
+def test_texts_by_their_characters(tmp_path):
+    rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 50]})
+    assert fewest_tokens(rows, UNTIL_THE_END) == (20 + 10) / 2 + 128
+
+
+@pytest.mark.parametrize(
+    ("params", "answer"),
+    [
+        (SamplingParams(max_tokens=128), 64),
+        (SamplingParams(max_tokens=10), 10),
+        (SamplingParams(), 64),
+        (SamplingParams(max_tokens=128, ignore_eos=True, stop=("x",)), 64),
+        (SamplingParams(max_tokens=0), 0),
+    ],
+)
+def test_answers_that_may_end_count_little(tmp_path, params, answer):
+    assert fewest_tokens(job(tmp_path, {"prompt": ["x" * 100]}), params) == 20 + answer
+
+
+def test_a_rows_own_limit_counts(tmp_path):
+    rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 100], "max_tokens": [4, None]})
+    assert fewest_tokens(rows, UNTIL_THE_END) == 20 + (4 + 128) / 2
+
+
+def test_token_ids_count_one_each(tmp_path):
+    assert fewest_tokens(job(tmp_path, {"prompt_token_ids": [[1] * 30, [2] * 10]}), UNTIL_THE_END) == 20 + 128
+
+
+def test_chats_count_their_texts(tmp_path):
+    chat = [{"role": "user", "content": "x" * 200}]  # and the role's four characters
+    assert fewest_tokens(job(tmp_path, {"messages": [chat]}), UNTIL_THE_END) == 40 + 128
+
+
+def test_a_template_counts_its_columns(tmp_path):
+    rows = job(tmp_path, {"a": ["x" * 50], "b": ["x" * 30], "c": ["x" * 999]}, template="{{ a }} {{ b }}")
+    assert fewest_tokens(rows, UNTIL_THE_END) == 16 + 128
+
+
+def test_rows_that_cannot_be_answered_do_not_count(tmp_path):
+    rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 500], "max_tokens": [4, -1]})
+    assert fewest_tokens(rows, UNTIL_THE_END) == 20 + 4
+
+
+def test_only_the_first_rows_are_read(tmp_path):
+    rows = job(tmp_path, {"prompt": ["x" * 100] * 64 + ["x" * 9999]})
+    assert fewest_tokens(rows, UNTIL_THE_END) == 20 + 128

@@ -1,0 +1,62 @@
+"""early_pages: for which jobs a cache's memory is asked for ahead, and how much of it."""
+
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.config import JobConfig
+from batchinfer.data.job_input import JobInput
+from batchinfer.executors.early_pages import early_pages
+from batchinfer.models.resolve import ModelFiles
+from batchinfer.request import SamplingParams
+from tiny_models import make_hf_model
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are reserved on Linux only")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> ModelFiles:
+    path = tmp_path_factory.mktemp("model")
+    make_hf_model("llama").save_pretrained(path)
+    return ModelFiles(path, "a random model", None, "")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> JobInput:
+    path = tmp_path_factory.mktemp("rows") / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["x" * 100] * 40}), path)
+    config = JobConfig.from_options({"input": (str(path),)})
+    return JobInput.read(config.input, 0, lambda line: None)
+
+
+def asked(monkeypatch, files, job, num_left, **options) -> tuple[int, int] | None:
+    """Blocks asked for, and reserved."""
+    counts = []
+    monkeypatch.setattr("batchinfer.cache.host_pages.HostPages.ask_for", lambda self, count: counts.append(count()))
+    config = JobConfig.from_options({"device": "cpu", "block_size": 4, "kv_cache_memory": 1 << 20, **options})
+    pages = early_pages(config, files, job, SamplingParams(max_tokens=12, ignore_eos=True), num_left)
+    return None if pages is None else (counts[0], pages.most_blocks)
+
+
+def test_rows_at_once_hold_at_least_their_prompts_and_answers(monkeypatch, files, job):
+    most = (1 << 20) // (4 * 2 * 2 * 2 * 8 * 4)  # tokens, keys and values, layers, heads, head size, float32
+    assert asked(monkeypatch, files, job, 40, max_num_seqs=10) == (10 * (20 + 12) // 4, min(most, 10 * 64 // 4))
+    assert asked(monkeypatch, files, job, 3, max_num_seqs=10) == (3 * (20 + 12) // 4, min(most, 10 * 64 // 4))
+
+
+def test_an_8_bit_cache_has_room_for_more_blocks(monkeypatch, files, job):
+    wide = asked(monkeypatch, files, job, 40, max_num_seqs=256, kv_cache_memory=1 << 16)
+    narrow = asked(monkeypatch, files, job, 40, max_num_seqs=256, kv_cache_memory=1 << 16, kv_cache_dtype="fp8")
+    assert wide is not None and narrow is not None
+    assert narrow[1] == (1 << 16) // (4 * 2 * 2 * 2 * (8 + 4))
+    assert wide[1] == (1 << 16) // (4 * 2 * 2 * 2 * 8 * 4)
+
+
+def test_what_loading_refuses_is_left_to_loading(monkeypatch, tmp_path, files, job):
+    assert asked(monkeypatch, files, job, 40, kv_cache_memory=64) is None
+    assert asked(monkeypatch, files, job, 40, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="7") is None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard of"}))
+    assert asked(monkeypatch, ModelFiles(tmp_path, "", None, ""), job, 40) is None
