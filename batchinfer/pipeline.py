@@ -177,7 +177,7 @@ class _Run:
         }
 
     def load(self, num_left: int, kept: Mapping[str, Any] | None = None) -> None:
-        """Loads the model and sizes its cache. num_left: rows to answer. kept: what the job's first run chose for all."""
+        """Loads the model and sizes its cache. num_left: rows to answer. kept: what the job's first run chose."""
         config, kept = self._config, kept or {}
         kept_len = kept.get("max_model_len")
         if kept_len is not None:

@@ -6,13 +6,13 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiny_models import make_hf_model
 
 from batchinfer.config import JobConfig
 from batchinfer.data.job_input import JobInput
 from batchinfer.executors.early_pages import early_pages
 from batchinfer.models.resolve import ModelFiles
 from batchinfer.request import SamplingParams
-from tiny_models import make_hf_model
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are reserved on Linux only")
 
@@ -50,9 +50,7 @@ def test_rows_at_once_hold_at_least_their_prompts_and_answers(monkeypatch, files
 def test_an_8_bit_cache_has_room_for_more_blocks(monkeypatch, files, job):
     wide = asked(monkeypatch, files, job, 40, max_num_seqs=256, kv_cache_memory=1 << 16)
     narrow = asked(monkeypatch, files, job, 40, max_num_seqs=256, kv_cache_memory=1 << 16, kv_cache_dtype="fp8")
-    assert wide is not None and narrow is not None
-    assert narrow[1] == (1 << 16) // (4 * 2 * 2 * 2 * (8 + 4))
-    assert wide[1] == (1 << 16) // (4 * 2 * 2 * 2 * 8 * 4)
+    assert [wide and wide[1], narrow and narrow[1]] == [(1 << 16) // (32 * (8 * 4)), (1 << 16) // (32 * (8 + 4))]
 
 
 def test_what_loading_refuses_is_left_to_loading(monkeypatch, tmp_path, files, job):
