@@ -11,7 +11,7 @@ import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "shared" / "bench"
 MOST_WORKERS = 8
-WORKER_BYTES = 4 << 30  # of the machine's memory; the default model in float32, twice, takes half of that
+WORKER_BYTES = 3 << 30  # of the machine's memory; the tests that take most take half of it
 
 
 @pytest.hookimpl(tryfirst=True)
