@@ -98,10 +98,8 @@ def _compile(target_names: list[str], model_names: tuple[str, ...]) -> None:
     chosen, shapes = kernel_gates.targets(target_names), kernel_gates.models(model_names)
     click.echo(kernel_gates.table_head())
     failed = 0
-    for target in chosen:
-        for model in shapes:
-            for verdict in kernel_gates.verdicts(target, model):
-                click.echo(kernel_gates.table_row(verdict))
-                failed += bool(verdict.faults)
+    for verdict in kernel_gates.all_verdicts(chosen, shapes):
+        click.echo(kernel_gates.table_row(verdict))
+        failed += bool(verdict.faults)
     if failed:
         raise BatchInferError(f"{failed} kernels fail their gates; the last column of the table says which")

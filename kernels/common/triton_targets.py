@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import triton
 from triton.backends.compiler import GPUTarget
 
+MATRIX_KINDS = "HQI"  # of products' operands: 16-bit floats, 8-bit ones, 8-bit integers
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -23,7 +25,7 @@ class Target:
     matrix_instruction: str  # pattern of its newest kind of 16-bit matrix product in the disassembly
 
     def matrix_pattern(self, kind: str = "H") -> str:
-        """Of products of another kind. kind: H, of 16-bit floats; Q, of 8-bit ones; I, of 8-bit integers."""
+        """Of products of one of MATRIX_KINDS."""
         if self.backend == "cuda":
             return re.sub(r"H(G?MMA)", rf"{kind}\1", self.matrix_instruction)
         return self.matrix_instruction + {"H": r"f32\w*(?:f16|bf16)", "Q": r"f32\w*fp8", "I": r"i32"}[kind]

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.quantized_linear import gpu_tiles
-from batchinfer.kernels.quantized_linear.gpu_dequantize import byte, dequantize, scaled, small
+from batchinfer.kernels.quantized_linear.gpu_dequantize import byte, dequantize, parameters_of, scaled, small
 from batchinfer.kernels.quantized_linear.gpu_fp8 import fp8_linear
 from batchinfer.kernels.quantized_linear.gpu_int8 import quantize_weight, quantized_linear
 from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N, tiles
@@ -36,37 +36,37 @@ _TILES = {
 _FLOAT32_TILES = dict.fromkeys(_TILES, tiles(32, 4, 4, 1))
 
 
-@triton.jit(do_not_specialize=["num_rows", "x_stride"], do_not_specialize_on_alignment=["x_stride"])
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "x_stride"], do_not_specialize_on_alignment=["x_stride"])
 def _packed_linear(
-    x_ptr,  # [num_rows, K], rows x_stride * ROW_UNIT apart
+    x_ptr,  # [num_rows, num_inputs], rows x_stride * ROW_UNIT apart
     values_ptr,  # uint8, as GpuWeight's, like the following
     scales_ptr,
     zeros_ptr,
     offsets_ptr,
-    bias_ptr,  # float32 [N] or None
-    out_ptr,  # [SPLIT, num_rows, N], contiguous
+    bias_ptr,  # float32 [num_outputs] or None
+    out_ptr,  # [parts of the inputs, num_rows, num_outputs], contiguous
     num_rows,
     x_stride,
-    N: tl.constexpr,
-    K: tl.constexpr,
+    num_outputs,
+    num_inputs,
+    num_groups,
     KIND: tl.constexpr,  # int4, uint8 or e4m3
     NATIVE: tl.constexpr,  # the device has e4m3
     RUN: tl.constexpr,
     GROUP_RUNS: tl.constexpr,
-    SPLIT: tl.constexpr,
     ROW_UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pairs: tl.constexpr = (K + 2 * RUN - 1) // (2 * RUN)
-    share: tl.constexpr = (pairs + SPLIT - 1) // SPLIT
-    row_bytes: tl.constexpr = pairs * RUN if KIND == "int4" else pairs * 2 * RUN
+    pairs = tl.cdiv(num_inputs, 2 * RUN)
+    share = tl.cdiv(pairs, tl.num_programs(2))
+    row_bytes = pairs * (RUN if KIND == "int4" else 2 * RUN)
     x_row = x_ptr + (m.to(tl.int64) * x_stride * ROW_UNIT)[None, :]
     values = values_ptr + (n.to(tl.int64) * row_bytes)[:, None] + tl.arange(0, RUN)[None, :]
     parameters = (scales_ptr, zeros_ptr, offsets_ptr)
-    is_n, is_m = (n < N)[:, None], (m < num_rows)[None, :]
+    is_n, is_m = (n < num_outputs)[:, None], (m < num_rows)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = tl.program_id(2) * share
     for pair in range(first, tl.minimum(first + share, pairs)):
@@ -76,34 +76,17 @@ def _packed_linear(
         else:
             low = byte(tl.load(values + pair * 2 * RUN, is_n, 0), KIND, NATIVE)
             high = byte(tl.load(values + pair * 2 * RUN + RUN, is_n, 0), KIND, NATIVE)
-        total = _add_product(total, low, 2 * pair, parameters, n, x_row, is_m, N, K, RUN, GROUP_RUNS)
-        total = _add_product(total, high, 2 * pair + 1, parameters, n, x_row, is_m, N, K, RUN, GROUP_RUNS)
+        for half in tl.static_range(2):
+            run = 2 * pair + half
+            place = parameters_of(run, n, num_outputs, num_groups, GROUP_RUNS)
+            values_of_run = scaled(high if half else low, parameters, place, n < num_outputs)
+            k = run * RUN + tl.arange(0, RUN)[:, None]
+            x = tl.load(x_row + k, is_m & (k < num_inputs), 0.0)
+            total = tl.dot(values_of_run.to(x.dtype), x, total, input_precision="ieee")
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + n, n < N, 0.0)[:, None]
+        total += tl.load(bias_ptr + n, n < num_outputs, 0.0)[:, None]
     row = tl.program_id(2).to(tl.int64) * num_rows + m
-    tl.store(out_ptr + row[None, :] * N + n[:, None], total.to(out_ptr.dtype.element_ty), is_n & is_m)
-
-
-@triton.jit
-def _add_product(
-    total,  # float32 [BLOCK_N, BLOCK_M]
-    values,  # float32 [BLOCK_N, RUN], the weight's numbers in run `run`
-    run,
-    parameters,  # (scales, zeros, offsets)
-    n,
-    x_row,
-    is_m,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    RUN: tl.constexpr,
-    GROUP_RUNS: tl.constexpr,
-):
-    groups: tl.constexpr = (K + RUN * GROUP_RUNS - 1) // (RUN * GROUP_RUNS)
-    group = tl.minimum(run // GROUP_RUNS, groups - 1) * N + n  # a run of filling belongs to none
-    values = scaled(values, parameters, group, n < N)
-    k = run * RUN + tl.arange(0, RUN)[:, None]
-    x = tl.load(x_row + k, is_m & (k < K), 0.0)
-    return tl.dot(values.to(x.dtype), x, total, input_precision="ieee")
+    tl.store(out_ptr + row[None, :] * num_outputs + n[:, None], total.to(out_ptr.dtype.element_ty), is_n & is_m)
 
 
 def packed_linear(x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -122,9 +105,9 @@ def packed_linear(x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None,
     block_m, options = gpu_tiles.tile(num_rows, _FLOAT32_TILES if x.dtype == torch.float32 else _TILES)
     _packed_linear[(triton.cdiv(n, BLOCK_N), triton.cdiv(num_rows, block_m), split)](
         *(x, weight.values, weight.scales, weight.zeros, weight.offsets, bias if split == 1 else None, parts),
-        *(num_rows, x.stride(0) // row_unit),
-        **{"N": n, "K": k, "KIND": weight.kind.name.lower(), "NATIVE": triton_targets.current().has_e4m3},
-        **{"RUN": weight.run, "GROUP_RUNS": weight.group_runs, "SPLIT": split, "ROW_UNIT": row_unit},
+        *(num_rows, x.stride(0) // row_unit, n, k),
+        **{"KIND": weight.kind.name.lower(), "NATIVE": triton_targets.current().has_e4m3, "ROW_UNIT": row_unit},
+        **weight.grouping(),
         **{"BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
         **options,
         **triton_targets.FUSED,

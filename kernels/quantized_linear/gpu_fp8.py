@@ -14,6 +14,7 @@ import triton.language as tl
 from batchinfer.kernels.common import triton_targets
 from batchinfer.kernels.common.triton_codes import decode, encode
 from batchinfer.kernels.quantized_linear import fp8, gpu_tiles, gpu_weight
+from batchinfer.kernels.quantized_linear.gpu_dequantize import parameters_of
 from batchinfer.kernels.quantized_linear.gpu_tiles import BLOCK_N, tiles
 from batchinfer.kernels.quantized_linear.gpu_tiles import MOST_ROWS as _MOST_ROWS
 from batchinfer.kernels.quantized_linear.gpu_weight import GpuWeight
@@ -84,83 +85,85 @@ def _sums_of(sums_ptr, run, num_rows):
     return sums_ptr + run * ((num_rows + MOST_ROWS - 1) // MOST_ROWS * MOST_ROWS).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "pairs", "num_groups"])
 def _fp8_linear(
-    codes_ptr,  # e4m3 [num_rows, RUNS * RUN], as _quantize_tokens writes it, like the following
+    codes_ptr,  # e4m3 [num_rows, pairs * 2 * RUN], as _quantize_tokens writes it, like the following
     x_scales_ptr,
     x_sums_ptr,
     values_ptr,  # uint8, as GpuWeight's, like the parameters
     parameters,  # (scales, zeros, offsets)
-    bias_ptr,  # float32 [N] or None
-    out_ptr,  # [SPLIT, num_rows, N], contiguous
+    bias_ptr,  # float32 [num_outputs] or None
+    out_ptr,  # [parts of the inputs, num_rows, num_outputs], contiguous
     num_rows,
-    N: tl.constexpr,
-    RUNS: tl.constexpr,  # even
+    num_outputs,
+    pairs,  # of runs of inputs
+    num_groups,
     KIND: tl.constexpr,  # int4 or e4m3
     RUN: tl.constexpr,
-    GROUPS: tl.constexpr,
     GROUP_RUNS: tl.constexpr,
-    SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    pairs: tl.constexpr = RUNS // 2
-    share: tl.constexpr = (pairs + SPLIT - 1) // SPLIT
-    row_bytes: tl.constexpr = pairs * RUN if KIND == "int4" else RUNS * RUN
+    share = tl.cdiv(pairs, tl.num_programs(2))
+    row_bytes = pairs * (RUN if KIND == "int4" else 2 * RUN)
     k = tl.arange(0, RUN)
     values = values_ptr + (n.to(tl.int64) * row_bytes)[:, None] + k[None, :]
-    x = codes_ptr + (m.to(tl.int64) * (RUNS * RUN))[None, :] + k[:, None]
-    is_n, is_m = n < N, m < num_rows
+    x = codes_ptr + (m.to(tl.int64) * (pairs * 2 * RUN))[None, :] + k[:, None]
+    is_n, is_m = n < num_outputs, m < num_rows
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = tl.program_id(2) * share
     for pair in range(first, tl.minimum(first + share, pairs)):
         run = 2 * pair
-        group = tl.minimum(run // GROUP_RUNS, GROUPS - 1) * N + n
-        next_group = tl.minimum((run + 1) // GROUP_RUNS, GROUPS - 1) * N + n  # a run of filling belongs to none
+        place = parameters_of(run, n, num_outputs, num_groups, GROUP_RUNS)
+        next_place = parameters_of(run + 1, n, num_outputs, num_groups, GROUP_RUNS)
         if KIND == "int4":
             packed = tl.load(values + pair * RUN, is_n[:, None], 0)
-            low = _less_zero(packed & 15, parameters, group, is_n)
-            high = _less_zero(packed >> 4, parameters, next_group, is_n)
+            low = _less_zero(packed & 15, parameters, place, is_n)
+            high = _less_zero(packed >> 4, parameters, next_place, is_n)
         else:
             low = tl.load(values + run * RUN, is_n[:, None], 0).to(tl.float8e4nv, bitcast=True)
             high = tl.load(values + run * RUN + RUN, is_n[:, None], 0).to(tl.float8e4nv, bitcast=True)
         sums = tl.dot(low, tl.load(x + run * RUN, is_m[None, :], 0.0))
-        if GROUP_RUNS % 2 != 0 and GROUPS > 1:
-            total += sums * tl.load(parameters[0] + group, is_n, 0.0)[:, None]
+        if GROUP_RUNS % 2 != 0:
+            total += sums * tl.load(parameters[0] + place, is_n, 0.0)[:, None]
             sums = tl.dot(high, tl.load(x + run * RUN + RUN, is_m[None, :], 0.0))
         else:
             sums = tl.dot(high, tl.load(x + run * RUN + RUN, is_m[None, :], 0.0), sums)
-        total += sums * tl.load(parameters[0] + next_group, is_n, 0.0)[:, None]
+        total += sums * tl.load(parameters[0] + next_place, is_n, 0.0)[:, None]
         if parameters[2] is not None:
-            total += _offset(parameters, group, is_n) * tl.load(_sums_of(x_sums_ptr, run, num_rows) + m)[None, :]
+            total += _offset(parameters, place, is_n) * tl.load(_sums_of(x_sums_ptr, run, num_rows) + m)[None, :]
             x_sums = tl.load(_sums_of(x_sums_ptr, run + 1, num_rows) + m)
-            total += _offset(parameters, next_group, is_n) * x_sums[None, :]
+            total += _offset(parameters, next_place, is_n) * x_sums[None, :]
     total *= tl.load(x_scales_ptr + m, is_m, 0.0)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n, is_n, 0.0)[:, None]
     row = tl.program_id(2).to(tl.int64) * num_rows + m
-    tl.store(out_ptr + row[None, :] * N + n[:, None], total.to(out_ptr.dtype.element_ty), is_n[:, None] & is_m[None, :])
+    tl.store(
+        out_ptr + row[None, :] * num_outputs + n[:, None],
+        total.to(out_ptr.dtype.element_ty),
+        is_n[:, None] & is_m[None, :],
+    )
 
 
 @triton.jit
-def _less_zero(values, parameters, group, is_n):
+def _less_zero(values, parameters, place, is_n):
     """Numbers of 4 bits less their zeros, or CENTRE, in e4m3: exact, as are the float16 between, whose last bits are
     those of 1024 + value."""
     whole = (values.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
     if parameters[1] is None:
         less = whole - tl.full((1, 1), 1024.0 + CENTRE, tl.float16)
     else:
-        less = whole - (1024.0 + tl.load(parameters[1] + group, is_n, 0.0)).to(tl.float16)[:, None]
+        less = whole - (1024.0 + tl.load(parameters[1] + place, is_n, 0.0)).to(tl.float16)[:, None]
     return less.to(tl.float8e4nv)
 
 
 @triton.jit
-def _offset(parameters, group, is_n):
+def _offset(parameters, place, is_n):
     """float32 [BLOCK_N, 1]: what each unit of activations adds where CENTRE was taken off the numbers."""
-    scale = tl.load(parameters[0] + group, is_n, 0.0)
-    return (tl.load(parameters[2] + group, is_n, 0.0) + CENTRE * scale)[:, None]
+    scale = tl.load(parameters[0] + place, is_n, 0.0)
+    return (tl.load(parameters[2] + place, is_n, 0.0) + CENTRE * scale)[:, None]
 
 
 def fp8_linear(x: Tensor, weight: GpuWeight, bias: Tensor | None, out: Tensor) -> None:
@@ -171,16 +174,16 @@ def fp8_linear(x: Tensor, weight: GpuWeight, bias: Tensor | None, out: Tensor) -
     if weight.permutation is not None:
         x = x[:, weight.permutation]
     codes, scales, sums = _quantized(x, weight)
-    runs = codes.shape[1] // weight.run
-    split = gpu_tiles.splits(n, num_rows, runs // 2)
+    pairs = codes.shape[1] // (2 * weight.run)
+    split = gpu_tiles.splits(n, num_rows, pairs)
     parts = gpu_tiles.parts_of(split, out)
     block_m, options = gpu_tiles.tile(num_rows, _TILES)
     _fp8_linear[(triton.cdiv(n, BLOCK_N), triton.cdiv(num_rows, block_m), split)](
         *(codes.view(torch.float8_e4m3fn), scales, sums, weight.values),
-        *((weight.scales, weight.zeros, weight.offsets), bias if split == 1 else None, parts, num_rows),
-        **{"N": n, "RUNS": runs, "KIND": weight.kind.name.lower(), "RUN": weight.run},
-        **{"GROUPS": len(weight.scales), "GROUP_RUNS": weight.group_runs, "SPLIT": split},
-        **{"BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
+        *((weight.scales, weight.zeros, weight.offsets), bias if split == 1 else None, parts),
+        *(num_rows, n, pairs),
+        **{"KIND": weight.kind.name.lower(), "BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
+        **weight.grouping(),
         **options,
         **triton_targets.FUSED,
     )

@@ -54,12 +54,12 @@ def quantize_weight(weight: Tensor) -> Int8GpuWeight:
 
 @triton.jit(do_not_specialize=["num_rows", "x_stride"], do_not_specialize_on_alignment=["x_stride"])
 def _quantize_rows(
-    x_ptr,  # [num_rows, K], rows x_stride * ROW_UNIT apart
+    x_ptr,  # [num_rows, num_inputs], rows x_stride * ROW_UNIT apart
     values_ptr,  # int8 [num_rows, groups * GROUP]
     scales_ptr,  # float32 [groups, rows filled up to whole MOST_ROWS]
     num_rows,
     x_stride,
-    K: tl.constexpr,
+    num_inputs,
     ROW_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -68,9 +68,9 @@ def _quantize_rows(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = x_ptr + (row.to(tl.int64) * x_stride * ROW_UNIT)[:, None]
     is_row, first = (row < num_rows)[:, None], group * GROUP
-    a = _rotated(at, first, is_row, K)
-    b = _rotated(at, first + ROTATION, is_row, K)
-    c = _rotated(at, first + 2 * ROTATION, is_row, K)
+    a = _rotated(at, first, is_row, num_inputs)
+    b = _rotated(at, first + ROTATION, is_row, num_inputs)
+    c = _rotated(at, first + 2 * ROTATION, is_row, num_inputs)
     most = tl.maximum(tl.maximum(_largest(a), _largest(b)), _largest(c))
     has_fault = tl.maximum(tl.maximum(_has_fault(a), _has_fault(b)), _has_fault(c))
     ones = tl.full((ROWS, 1), 1.0, tl.float32)
@@ -92,10 +92,10 @@ def _scales_of(scales_ptr, group, num_rows):
 
 
 @triton.jit
-def _rotated(x_row, first, is_row, K: tl.constexpr):
+def _rotated(x_row, first, is_row, num_inputs):
     """float32 [ROWS, ROTATION]: inputs from `first` on, times 1/8 of the Hadamard matrix."""
     k = first + tl.arange(0, ROTATION)[None, :]
-    x = tl.load(x_row + k, is_row & (k < K), 0.0)
+    x = tl.load(x_row + k, is_row & (k < num_inputs), 0.0)
     sign = tl.arange(0, ROTATION)[:, None] & tl.arange(0, ROTATION)[None, :]
     sign = sign ^ (sign >> 4)
     sign = sign ^ (sign >> 2)
@@ -114,44 +114,47 @@ def _has_fault(x):
     return tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=1, keep_dims=True)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
 def _int8_linear(
-    x_ptr,  # int8 [num_rows, GROUPS * GROUP], as _quantize_rows writes it, like the following
+    x_ptr,  # int8 [num_rows, num_groups * GROUP], as _quantize_rows writes it, like the following
     x_scales_ptr,
     values_ptr,  # as Int8GpuWeight's, like the following
     scales_ptr,
-    bias_ptr,  # float32 [N] or None
-    out_ptr,  # [SPLIT, num_rows, N], contiguous
+    bias_ptr,  # float32 [num_outputs] or None
+    out_ptr,  # [parts of the inputs, num_rows, num_outputs], contiguous
     num_rows,
-    N: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    num_outputs,
+    num_groups,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    share: tl.constexpr = (GROUPS + SPLIT - 1) // SPLIT
+    share = tl.cdiv(num_groups, tl.num_programs(2))
     k = tl.arange(0, ROTATION)
-    weight = values_ptr + (n.to(tl.int64) * (GROUPS * GROUP))[:, None] + k[None, :]
-    x = x_ptr + (m.to(tl.int64) * (GROUPS * GROUP))[None, :] + k[:, None]
-    is_n, is_m = n < N, m < num_rows
+    weight = values_ptr + (n.to(tl.int64) * (num_groups * GROUP))[:, None] + k[None, :]
+    x = x_ptr + (m.to(tl.int64) * (num_groups * GROUP))[None, :] + k[:, None]
+    is_n, is_m = n < num_outputs, m < num_rows
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = tl.program_id(2) * share
-    for group in range(first, tl.minimum(first + share, GROUPS)):
+    for group in range(first, tl.minimum(first + share, num_groups)):
         # A sum of 192 products of bytes is below 2^22, so that the bits of a float32 count it.
         sums = tl.full((BLOCK_N, BLOCK_M), _FLOAT_BITS, tl.int32)
         for run in tl.static_range(GROUP // ROTATION):
             at = group * GROUP + run * ROTATION
             left = tl.load(weight + at, is_n[:, None], 0)
             sums = tl.dot(left, tl.load(x + at, is_m[None, :], 0), sums, out_dtype=tl.int32)
-        scale = tl.load(scales_ptr + group * N + n, is_n, 0.0)
+        scale = tl.load(scales_ptr + group * num_outputs + n, is_n, 0.0)
         x_scale = tl.load(_scales_of(x_scales_ptr, group, num_rows) + m)
         total += (sums.to(tl.float32, bitcast=True) - _FLOAT) * (scale[:, None] * x_scale[None, :])
     if bias_ptr is not None:
         total += tl.load(bias_ptr + n, is_n, 0.0)[:, None]
     row = tl.program_id(2).to(tl.int64) * num_rows + m
-    tl.store(out_ptr + row[None, :] * N + n[:, None], total.to(out_ptr.dtype.element_ty), is_n[:, None] & is_m[None, :])
+    tl.store(
+        out_ptr + row[None, :] * num_outputs + n[:, None],
+        total.to(out_ptr.dtype.element_ty),
+        is_n[:, None] & is_m[None, :],
+    )
 
 
 def quantized_linear(x: Tensor, weight: Int8GpuWeight, bias: Tensor | None, out: Tensor) -> None:
@@ -165,8 +168,9 @@ def quantized_linear(x: Tensor, weight: Int8GpuWeight, bias: Tensor | None, out:
     parts = gpu_tiles.parts_of(split, out)
     block_m, options = gpu_tiles.tile(num_rows, _TILES)
     _int8_linear[(triton.cdiv(n, BLOCK_N), triton.cdiv(num_rows, block_m), split)](
-        *(values, scales, weight.values, weight.scales, bias if split == 1 else None, parts, num_rows),
-        **{"N": n, "GROUPS": groups, "SPLIT": split, "BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
+        *(values, scales, weight.values, weight.scales, bias if split == 1 else None, parts),
+        *(num_rows, n, groups),
+        **{"BLOCK_N": BLOCK_N, "BLOCK_M": block_m},
         **options,
         **triton_targets.FUSED,
     )
@@ -181,8 +185,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     values = torch.empty(num_rows, groups * _GROUP, dtype=torch.int8, device=x.device)
     scales = torch.empty(groups, triton.cdiv(num_rows, _MOST_ROWS) * _MOST_ROWS, device=x.device)
     _quantize_rows[(triton.cdiv(num_rows, _QUANTIZED_ROWS), groups)](
-        *(x, values, scales, num_rows, x.stride(0) // row_unit),
-        **{"K": k, "ROW_UNIT": row_unit, "ROWS": _QUANTIZED_ROWS},
+        *(x, values, scales, num_rows, x.stride(0) // row_unit, k),
+        **{"ROW_UNIT": row_unit, "ROWS": _QUANTIZED_ROWS},
         num_warps=_QUANTIZED_ROWS * _ROTATION // 8 // triton_targets.current().warp_size,  # loads of 8 numbers
         **triton_targets.FUSED,
     )

@@ -42,6 +42,11 @@ class GpuWeight:
             t.nbytes for t in (self.values, self.scales, self.zeros, self.offsets, self.permutation) if t is not None
         )
 
+    def grouping(self) -> dict[str, int]:
+        """Arguments of the kernels that tell which runs share parameters; all of them: GROUP_RUNS is 0."""
+        num_groups = len(self.scales)
+        return {"num_groups": num_groups, "RUN": self.run, "GROUP_RUNS": self.group_runs if num_groups > 1 else 0}
+
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """What a product with many rows of `dtype` takes beside its operands: the weight in that dtype."""
         return self.num_outputs * self.num_inputs * dtype.itemsize

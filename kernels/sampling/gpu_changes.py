@@ -19,18 +19,20 @@ _ENTRIES = 128  # that a program applies
 
 @triton.jit(do_not_specialize_on_alignment=["offsets"])
 def _copy_changed(
-    logits_ptr,  # [n, V], rows `stride` apart
+    logits_ptr,  # [n, vocab_size], rows `stride` apart
     stride,
     offsets,
-    out_ptr,  # float32 [n, V]
-    V: tl.constexpr,
+    out_ptr,  # float32 [n, vocab_size]
+    vocab_size,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if is_changed(row, offsets) == 0:
         return
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + row * V + token, tl.load(logits_ptr + row * stride + token, token < V).to(tl.float32), token < V)
+    is_token = token < vocab_size
+    logits = tl.load(logits_ptr + row * stride + token, is_token).to(tl.float32)
+    tl.store(out_ptr + row * vocab_size + token, logits, is_token)
 
 
 @triton.jit
@@ -57,21 +59,21 @@ def _row_of(entry, offsets_ptr, num_rows, halvings):
     do_not_specialize_on_alignment=["tokens", "values", "factors"],
 )
 def _change(
-    logits_ptr,  # float32 [n, V]
+    logits_ptr,  # float32 [n, vocab_size]
     tokens,  # (offsets int64 [n + 1], token ids int64 [num_entries])
     values,  # (float32 [num_entries] of bias,), or of output counts for penalties, or empty for barred tokens
     factors,  # (repetition, presence, frequency) float32 [n] for penalties, else empty
     num_entries,
     num_rows,
     halvings,  # that find one of num_rows rows
-    V: tl.constexpr,
+    vocab_size,
     KIND: tl.constexpr,  # bias, penalties or barred
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_entry = entry < num_entries
     row = _row_of(tl.minimum(entry, num_entries - 1), tokens[0], num_rows, halvings)
-    place = logits_ptr + row * V + tl.load(tokens[1] + entry, is_entry, 0)
+    place = logits_ptr + row * vocab_size + tl.load(tokens[1] + entry, is_entry, 0)
     if KIND == "barred":
         tl.store(place, tl.full(entry.shape, float("-inf"), tl.float32), is_entry)
     else:
@@ -103,7 +105,7 @@ def changed_logits(logits: torch.Tensor, changes: LogitChanges) -> torch.Tensor:
     out = torch.empty((num_rows, vocab_size), device=logits.device)
     grid = (num_rows, triton.cdiv(vocab_size, _COPIED))
     _copy_changed[grid](
-        *(logits, logits.stride(0), offsets_of(changes), out), V=vocab_size, BLOCK=_COPIED, num_warps=8, **FUSED
+        *(logits, logits.stride(0), offsets_of(changes), out, vocab_size), BLOCK=_COPIED, num_warps=8, **FUSED
     )
     if bias := changes.bias:
         _apply(out, "bias", bias.tokens, (bias.values,))
@@ -126,7 +128,7 @@ def _apply(
     if num_entries:
         _change[(triton.cdiv(num_entries, _ENTRIES),)](
             *(logits, (tokens.offsets, tokens.token_ids), values, factors),
-            *(num_entries, num_rows, num_rows.bit_length()),
-            **{"V": logits.shape[1], "KIND": kind, "BLOCK": _ENTRIES, "num_warps": 4},
+            *(num_entries, num_rows, num_rows.bit_length(), logits.shape[1]),
+            **{"KIND": kind, "BLOCK": _ENTRIES, "num_warps": 4},
             **FUSED,
         )

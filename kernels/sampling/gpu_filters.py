@@ -50,7 +50,7 @@ def _weigh(
     scale,  # (highest, temperature)
     last,  # keys beyond it do not count
     middle,
-    V: tl.constexpr,
+    vocab_size,
     BLOCK: tl.constexpr,
     WEIGHED: tl.constexpr,
 ):
@@ -58,15 +58,15 @@ def _weigh(
     weight = tl.zeros((BLOCK,), tl.float32)
     whole = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in range(0, vocab_size, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        logits = load_logits(row_logits[0], row_logits[1], row_logits[2], row_logits[3], token, V)
+        logits = load_logits(row_logits[0], row_logits[1], row_logits[2], row_logits[3], token, vocab_size)
         scaled = tl.div_rn(logits - scale[0], scale[1])
         key = key_of(scaled)
-        own = tl.where((key <= last) & (token < V), _weight(scaled, WEIGHED), 0.0)
+        own = tl.where((key <= last) & (token < vocab_size), _weight(scaled, WEIGHED), 0.0)
         whole += own
         weight += tl.where(key <= middle, own, 0.0)
-        count += ((key <= middle) & (key <= last) & (token < V)).to(tl.int32)
+        count += ((key <= middle) & (key <= last) & (token < vocab_size)).to(tl.int32)
     return tl.sum(weight, axis=0), tl.sum(count, axis=0), tl.sum(whole, axis=0)
 
 
@@ -77,18 +77,18 @@ def _gather(
     low,
     high,
     out_ptr,  # float32 [MOST] of the row
-    V: tl.constexpr,
+    vocab_size,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """The first MOST logits with keys from low to high, by token; -inf fills the rest."""
     count = tl.zeros((), tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in range(0, vocab_size, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        logits = load_logits(row_logits[0], row_logits[1], row_logits[2], row_logits[3], token, V)
+        logits = load_logits(row_logits[0], row_logits[1], row_logits[2], row_logits[3], token, vocab_size)
         scaled = tl.div_rn(logits - scale[0], scale[1])
         key = key_of(scaled)
-        is_kept = ((key >= low) & (key <= high) & (token < V)).to(tl.int32)
+        is_kept = ((key >= low) & (key <= high) & (token < vocab_size)).to(tl.int32)
         place = count + tl.cumsum(is_kept, axis=0) - 1
         tl.store(out_ptr + place, scaled, (is_kept > 0) & (place < MOST))
         count += tl.sum(is_kept, axis=0)
@@ -105,7 +105,7 @@ def _search(
     guess,  # a key
     target,  # of the weight; of the share of all weight where WEIGHED
     out_ptr,
-    V: tl.constexpr,
+    vocab_size,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
     WEIGHED: tl.constexpr,
@@ -115,12 +115,12 @@ def _search(
     high = last
     above = tl.zeros((), tl.float32)  # weight of keys below `low`
     num_above = tl.zeros((), tl.int32)
-    num_up_to = tl.full((), V, tl.int32)
+    num_up_to = tl.zeros((), tl.int32) + vocab_size
     wanted = tl.zeros((), tl.float32) + target
     middle = tl.minimum(guess, last)
     is_first = tl.full((), 1, tl.int32)
     while (is_first > 0) | ((num_up_to - num_above > MOST) & (low < high)):
-        weight, count, whole = _weigh(row_logits, scale, last, middle, V, BLOCK, WEIGHED)
+        weight, count, whole = _weigh(row_logits, scale, last, middle, vocab_size, BLOCK, WEIGHED)
         if WEIGHED:
             wanted = whole * target
         is_enough = (weight >= wanted) | (middle >= last)
@@ -132,20 +132,20 @@ def _search(
         num_above = tl.where(is_enough, num_above, count)
         middle = low + (high - low) // 2
         is_first = is_first * 0
-    scaled = _gather(row_logits, scale, low, high, out_ptr, V, BLOCK, MOST)
+    scaled = _gather(row_logits, scale, low, high, out_ptr, vocab_size, BLOCK, MOST)
     key = key_of(scaled)
     weights = tl.where((key >= low) & (key <= high), _weight(scaled, WEIGHED), 0.0)
     return _reaches(key, weights, low, high, wanted - above), scaled, (low == 0) & (num_up_to <= MOST)
 
 
 @triton.jit
-def _guess(tops_ptr, row, scale, number, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr):
-    """The key of the `number`-th highest of the tiles' highest logits."""
+def _guess(tops_ptr, scale, number, num_known, num_tiles, TILES_BLOCK: tl.constexpr):
+    """The key of the `number`-th highest of the highest logits of num_known tiles, of num_tiles in memory."""
     tile = tl.arange(0, TILES_BLOCK)
-    top = tl.load(tops_ptr + row * TILES + tile, tile < TILES, float("-inf"))
+    top = tl.load(tops_ptr + tile, tile < num_tiles, float("-inf"))
     key = key_of(tl.div_rn(top - scale[0], scale[1]))
     low, high = tl.zeros((), tl.int32), tl.full((), INFINITE_KEY, tl.int32)
-    return _reaches(key, tl.where(tile < TILES, 1.0, 0.0), low, high, number.to(tl.float32))
+    return _reaches(key, tl.where(tile < num_known, 1.0, 0.0), low, high, number.to(tl.float32))
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets", "parameters"])
@@ -153,13 +153,14 @@ def find_cuts(
     logits,  # as load_logits's
     stride,
     offsets,  # of the changes
-    tops_ptr,  # float32 [n, TILES], as find_tops's
+    tops_ptr,  # float32 [n, num_tiles], as find_tops's
     highest_ptr,  # float32 [n], as pick_highest's
     parameters,  # (temperature, min_p float32, top_k int64, top_p float32) [n]
     room_ptr,  # float32 [n, MOST]
     cuts_ptr,  # float32 [n]: the lowest scaled logit that is kept
-    V: tl.constexpr,
-    TILES: tl.constexpr,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
     TILES_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST: tl.constexpr,
@@ -173,18 +174,20 @@ def find_cuts(
     last = tl.full((), INFINITE_KEY, tl.int32)
     if min_p > 0:
         last = key_of(tl.minimum(log(min_p), 0.0))
-    has_k = (top_k > 0) & (top_k < V)
+    has_k = (top_k > 0) & (top_k < vocab_size)
     if has_k | (top_p < 1):
         row_logits = (logits, stride, row, is_changed(row, offsets))
         scale = (highest, temperature)
+        tops_ptr += row * num_tiles
         place = room_ptr + row * MOST
-        most = TILES - TILES // 8  # tiles of tokens that no text has would spoil the guess
+        num_known = (tl.zeros((), tl.int32) + vocab_size + TILE - 1) // TILE
+        most = num_known - num_known // 8  # tiles of tokens that no text has would spoil the guess
         share = tl.zeros((), tl.float32) + top_p
         is_done = top_p >= 1
         if has_k:
-            guess = _guess(tops_ptr, row, scale, tl.minimum(top_k, most).to(tl.int32), TILES, TILES_BLOCK)
+            guess = _guess(tops_ptr, scale, tl.minimum(top_k, most).to(tl.int32), num_known, num_tiles, TILES_BLOCK)
             target = top_k.to(tl.float32)
-            last, kept, are_all = _search(row_logits, scale, last, guess, target, place, V, BLOCK, MOST, False)
+            last, kept, are_all = _search(row_logits, scale, last, guess, target, place, vocab_size, BLOCK, MOST, False)
             if are_all & (is_done == 0):
                 key = key_of(kept)
                 weights = tl.where(key <= last, tl.exp(kept), 0.0)
@@ -193,6 +196,6 @@ def find_cuts(
             is_done = is_done | are_all
             tl.debug_barrier()  # before the room is used again
         if is_done == 0:
-            guess = _guess(tops_ptr, row, scale, tl.full((), most, tl.int32), TILES, TILES_BLOCK)
-            last, kept, are_all = _search(row_logits, scale, last, guess, share, place, V, BLOCK, MOST, True)
+            guess = _guess(tops_ptr, scale, most, num_known, num_tiles, TILES_BLOCK)
+            last, kept, are_all = _search(row_logits, scale, last, guess, share, place, vocab_size, BLOCK, MOST, True)
     tl.store(cuts_ptr + row, logit_of(last))

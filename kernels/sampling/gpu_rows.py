@@ -29,32 +29,32 @@ def _is_left_out(row, offsets):
 
 @triton.jit
 def load_logits(
-    logits,  # ([n, V] rows `stride` apart, changed float32 [n, V] of rows with changes or None)
+    logits,  # ([n, vocab_size] rows `stride` apart, changed float32 [n, vocab_size] of rows with changes or None)
     stride,
     row,
     changed,  # as is_changed says
     token,
-    V: tl.constexpr,
+    vocab_size,
 ):
     """float32 of `token`'s shape; -inf beyond the vocabulary."""
-    known, of_logits = token < V, (tl.zeros_like(token) + changed) == 0
+    known, of_logits = token < vocab_size, (tl.zeros_like(token) + changed) == 0
     if logits[1] is None:
         values = tl.load(logits[0] + row * stride + token, known, float("-inf")).to(tl.float32)
     else:
         values = tl.load(logits[0] + row * stride + token, known & of_logits, float("-inf")).to(tl.float32)
-        others = tl.load(logits[1] + row * V + token, known & (of_logits == 0), float("-inf"))
+        others = tl.load(logits[1] + row * vocab_size + token, known & (of_logits == 0), float("-inf"))
         values = tl.where(of_logits, values, others)
     return values
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets"])
 def find_tops(
-    logits_ptr,  # [n, V], rows `stride` apart
+    logits_ptr,  # [n, vocab_size], rows `stride` apart
     stride,
     offsets,  # as is_changed's: other rows are left out; None where all count
-    tops_ptr,  # float32 [n, TILES]: the highest logit of each TILE tokens, NaN where one is
-    V: tl.constexpr,
-    TILES: tl.constexpr,
+    tops_ptr,  # float32 [n, num_tiles]: the highest logit of each TILE tokens, NaN where one is; -inf of no tokens
+    vocab_size,
+    num_tiles,
     TILE: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
@@ -63,23 +63,23 @@ def find_tops(
         return
     tile = tl.program_id(1) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values = tl.load(logits_ptr + row * stride + token, token < V, float("-inf")).to(tl.float32)
+    values = tl.load(logits_ptr + row * stride + token, token < vocab_size, float("-inf")).to(tl.float32)
     has_nan = tl.max((values != values).to(tl.int32), axis=1) > 0
     top = tl.where(has_nan, float("nan"), tl.max(values, axis=1))
-    tl.store(tops_ptr + row * TILES + tile, top, tile < TILES)
+    tl.store(tops_ptr + row * num_tiles + tile, top, tile < num_tiles)
 
 
 @triton.jit(do_not_specialize_on_alignment=["offsets"])
 def pick_highest(
-    logits_ptr,  # this and the next three as find_tops's
+    logits_ptr,  # this and the next five as find_tops's
     stride,
     offsets,
     tops_ptr,
+    vocab_size,
+    num_tiles,
     token_ids_ptr,  # int64 [n]: the first token with the highest logit
     is_finite_ptr,  # bool [n]: whether that is finite; where offsets are given, whether it was so before, too
     highest_ptr,  # float32 [n]: that logit; NaN where is_finite is false
-    V: tl.constexpr,
-    TILES: tl.constexpr,
     TILE: tl.constexpr,
     TILES_BLOCK: tl.constexpr,
 ):
@@ -87,14 +87,14 @@ def pick_highest(
     if _is_left_out(row, offsets):
         return
     tile = tl.arange(0, TILES_BLOCK)
-    top = tl.load(tops_ptr + row * TILES + tile, tile < TILES, float("-inf"))
+    top = tl.load(tops_ptr + row * num_tiles + tile, tile < num_tiles, float("-inf"))
     has_nan = tl.max((top != top).to(tl.int32), axis=0) > 0
     highest = tl.max(tl.where(top == top, top, float("-inf")), axis=0)
     finite = (has_nan == 0) & (tl.abs(highest) < float("inf"))
-    first = tl.min(tl.where(top == highest, tile, TILES - 1), axis=0)
+    first = tl.min(tl.where(top == highest, tile, num_tiles - 1), axis=0)
     token = first * TILE + tl.arange(0, TILE)
-    values = tl.load(logits_ptr + row * stride + token, token < V, float("-inf")).to(tl.float32)
-    token_id = tl.min(tl.where((values == highest) & (token < V), token, V - 1), axis=0)
+    values = tl.load(logits_ptr + row * stride + token, token < vocab_size, float("-inf")).to(tl.float32)
+    token_id = tl.min(tl.where((values == highest) & (token < vocab_size), token, vocab_size - 1), axis=0)
     if offsets is not None:
         before = tl.load(highest_ptr + row)
         finite = finite & (before == before)

@@ -38,10 +38,12 @@ def test_names_that_are_not_in_the_tables(capsys, arguments, message):
 
 @pytest.mark.parametrize(("faults", "code"), [((), 0), (("2 spills",), 1)])
 def test_the_table_and_its_exit_code(capsys, monkeypatch, faults, code):
-    def verdicts(target, model):
-        yield Verdict(target.name, model.name, "case", Anatomy("_kernel", 40, 0, 1024, 0, {128: 4}), faults)
+    def verdicts(targets, models):
+        for target in targets:
+            anatomy = Anatomy("_kernel", 40, 0, 1024, {"H": 0}, {128: 4}, 16)
+            yield from (Verdict(target.name, model.name, "case", anatomy, faults) for model in models)
 
-    monkeypatch.setattr(kernel_gates, "verdicts", verdicts)
+    monkeypatch.setattr(kernel_gates, "all_verdicts", verdicts)
     assert run("--compile-only", "--target", "sm_80,gfx942", "--model", "Qwen3-8B") == code
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["target", "sm_80", "gfx942"]
