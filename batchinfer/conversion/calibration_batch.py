@@ -26,6 +26,7 @@ class CalibrationBatch:
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     rotation: StepRotation
+    stacks: None = None  # sequences share nothing
 
     @property
     def num_tokens(self) -> int:

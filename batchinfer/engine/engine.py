@@ -15,6 +15,7 @@ from batchinfer.config import SchedulerConfig
 from batchinfer.engine.completion import Completion, error_result
 from batchinfer.engine.cuda_graphs import GraphPlan
 from batchinfer.engine.device_queue import DeviceQueue, ImmediateQueue
+from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.model import Model
 from batchinfer.engine.model_runner import ModelRunner
 from batchinfer.engine.stats import EngineStats, request_times, token_gaps_ms
@@ -45,7 +46,8 @@ class Engine:
     rope_length_threshold: the KV of longer prompts depends on their length, so only equally long ones share it.
     sliding_windows: of each layer, how many tokens it attends to at most, None for all; for the statistics.
     max_steps_in_flight: steps submitted before the first is awaited. queue: how the device gets its work, by default as
-    a CPU does. graphs: what decode steps are captured with; None: they are launched kernel by kernel.
+    a CPU does. graphs: what decode steps are captured with; None: they are launched kernel by kernel. key_stacks: finds
+    what sequences attend to together; None: the device finds it by itself, or not.
     Raises ValueError where the block pool cannot hold one sequence of max_model_len.
     """
 
@@ -64,6 +66,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         queue: DeviceQueue | None = None,
         graphs: GraphPlan | None = None,
+        key_stacks: KeyStacks | None = None,
     ) -> None:
         capacity = block_pool.num_blocks * block_pool.block_size
         if max_model_len > capacity:
@@ -81,7 +84,7 @@ class Engine:
         self._scheduler = Scheduler(scheduler_config, block_pool, max_steps_in_flight, clock, max_model_len)
         sizes = (scheduler_config.max_num_seqs, max_model_len, block_pool.block_size)
         self._runner = ModelRunner(
-            model, cache, *sizes, eos_token_ids, queue or ImmediateQueue(), max_steps_in_flight, graphs
+            model, cache, *sizes, eos_token_ids, queue or ImmediateQueue(), max_steps_in_flight, graphs, key_stacks
         )
         self._max_num_batched_tokens = scheduler_config.max_num_batched_tokens
         self._completions: dict[RequestId, Completion] = {}

@@ -26,10 +26,14 @@ class ForwardBatch:
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs], context with the current chunk
     prompt_lens: Tensor  # int32 [num_seqs], tokens of the whole prompt
+    stacks: Tensor | None = None  # int32 [num_seqs, width], as paged_attention has it; None: the device needs none
 
 
 def build_forward_batch(
-    inputs: StepInputs, prompt_lens: npt.NDArray[np.int32], upload: Callable[[Array], Tensor]
+    inputs: StepInputs,
+    prompt_lens: npt.NDArray[np.int32],
+    upload: Callable[[Array], Tensor],
+    stacks: npt.NDArray[np.int32] | None = None,
 ) -> ForwardBatch:
     """token_ids as the inputs have them: of tokens that are not known yet, -1."""
     return ForwardBatch(
@@ -40,6 +44,7 @@ def build_forward_batch(
         cu_seqlens_q=upload(inputs.cu_seqlens_q),
         seq_lens=upload(inputs.seq_lens),
         prompt_lens=upload(prompt_lens),
+        stacks=None if stacks is None else upload(stacks),
     )
 
 

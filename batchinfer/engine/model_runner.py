@@ -22,6 +22,7 @@ from batchinfer.engine.cuda_graphs import DecodeGraphs, GraphPlan
 from batchinfer.engine.device_errors import ForwardOutOfMemory, device_errors, forward_errors
 from batchinfer.engine.device_queue import DeviceQueue
 from batchinfer.engine.input_builder import build_forward_batch, fill_in_tokens
+from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.model import Model
 from batchinfer.engine.persistent_batch import PersistentBatch
 from batchinfer.engine.prompt_scores import score_tokens
@@ -39,7 +40,8 @@ Scoring = tuple[Tensor, slice]  # int64 targets, and the rows of the hidden stat
 class ModelRunner:
     """Applies scheduler outputs, in their order, to the persistent batch and launches them on the queue.
 
-    graphs: what decode steps are captured with, here and now; None: they are launched kernel by kernel.
+    graphs: what decode steps are captured with, here and now; None: they are launched kernel by kernel. key_stacks:
+    finds what sequences attend to together, where the device is to be told.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class ModelRunner:
         queue: DeviceQueue,
         max_steps_in_flight: int,
         graphs: GraphPlan | None = None,
+        key_stacks: KeyStacks | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._queue = queue
+        self._key_stacks = key_stacks
         self._overlaps = max_steps_in_flight > 1  # a step may take tokens that an earlier one samples
         self._batch = PersistentBatch(max_num_seqs, max_model_len, block_size)
         self._sampler = Sampler(max_num_seqs, eos_token_ids, queue)
@@ -71,13 +75,17 @@ class ModelRunner:
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=model.device)  # by slot
         self._logits: Tensor | None = None  # the largest of earlier steps, to be used again
         with device_errors(None), torch.inference_mode():
-            self._graphs = DecodeGraphs(graphs, model, cache, self._last_tokens) if graphs else None
+            self._graphs = self._captured(graphs) if graphs else None
+
+    def _captured(self, graphs: GraphPlan) -> DecodeGraphs:
+        width = self._key_stacks.width if self._key_stacks else 0
+        return DecodeGraphs(graphs, self._model, self._cache, self._last_tokens, width)
 
     def warm_up(self, max_num_batched_tokens: int) -> None:
         """Compiles and loads what steps of up to that many tokens launch beside graphs. Raises as submit does."""
         with device_errors(None):
             sizes = (max_num_batched_tokens, len(self._requests), self._max_blocks)
-            warm_up(self._model, self._cache, *sizes, self._most_logits)
+            warm_up(self._model, self._cache, *sizes, self._most_logits, self._key_stacks)
 
     def submit(self, output: SchedulerOutput) -> StepHandle:
         """Raises BatchInferError where the device fails or has no memory left."""
@@ -163,10 +171,11 @@ class ModelRunner:
     def _forward(self, part: StepPart) -> Callable[[], Tensor]:
         """Work that computes the part's hidden states [num_tokens, hidden_size]."""
         inputs, prompt_lens, upload = part.inputs, self._prompt_lens[part.output.slots], self._queue.upload
-        captured = self._graphs.prepare(inputs, prompt_lens, upload) if self._graphs else None
+        stacks = self._key_stacks.of(inputs, prompt_lens) if self._key_stacks else None
+        captured = self._graphs.prepare(inputs, prompt_lens, upload, stacks) if self._graphs else None
         if captured is not None:
             return captured
-        batch = build_forward_batch(inputs, prompt_lens, upload)
+        batch = build_forward_batch(inputs, prompt_lens, upload, stacks)
         slots = None if inputs.late_slots is None else upload(inputs.late_slots)
 
         def run() -> Tensor:

@@ -2,6 +2,7 @@
 the step loop. Called by the engine, on devices whose kernels are compiled on first use."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.input_builder import ForwardBatch
+from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.model import Model
 from batchinfer.kernels import sampling
 from batchinfer.kernels.sampling import LogitChanges, RowTokens
@@ -16,18 +18,25 @@ from batchinfer.kernels.sampling import LogitChanges, RowTokens
 
 @torch.inference_mode()
 def warm_up(
-    model: Model, cache: Any, max_num_batched_tokens: int, max_num_seqs: int, max_blocks: int, most_logits: int
+    model: Model,
+    cache: Any,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_blocks: int,
+    most_logits: int,
+    key_stacks: KeyStacks | None = None,
 ) -> None:
     """Passes over one sequence and over sequences of one token, and tokens for their rows, of sizes that double up to
     the largest: kernels are chosen by such sizes. Nothing of the cache is read or written.
 
-    max_blocks: of a sequence. most_logits: rows of logits that a step makes at once.
+    max_blocks: of a sequence. most_logits: rows of logits that a step makes at once. key_stacks: as the steps have it.
     """
+    idle = partial(_idle_pass, model, cache, key_stacks)
     for num_tokens in _sizes(max_num_batched_tokens):
-        model.forward(*_idle_pass(model, cache, num_tokens, num_seqs=1))
-    model.forward(*_idle_pass(model, cache, 2, 1, max_blocks))  # long contexts take other kernels
+        model.forward(*idle(num_tokens, num_seqs=1))
+    model.forward(*idle(2, 1, max_blocks))  # long contexts take other kernels
     for num_seqs in _sizes(max_num_seqs):
-        hidden = model.forward(*_idle_pass(model, cache, num_seqs, num_seqs))
+        hidden = model.forward(*idle(num_seqs, num_seqs))
         _sample(model.compute_logits(hidden[: min(num_seqs, most_logits)].zero_()))
 
 
@@ -40,7 +49,7 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _idle_pass(
-    model: Model, cache: Any, num_tokens: int, num_seqs: int, num_blocks: int = 1
+    model: Model, cache: Any, key_stacks: KeyStacks | None, num_tokens: int, num_seqs: int, num_blocks: int = 1
 ) -> tuple[ForwardBatch, Any, Tensor]:
     """Arguments of Model.forward: equally long sequences of tokens without a place in the cache. num_blocks: width of
     the table."""
@@ -57,6 +66,7 @@ def _idle_pass(
         cu_seqlens_q=offsets,
         seq_lens=zeros(num_seqs, dtype=torch.int32),
         prompt_lens=zeros(num_seqs, dtype=torch.int32),
+        stacks=zeros(num_seqs, key_stacks.width, dtype=torch.int32) if key_stacks else None,
     )
     return batch, cache, batch.prompt_lens
 

@@ -23,7 +23,7 @@ class Aim:
 def aim_of(case: KernelCase) -> Aim:
     if case.op in _ELEMENT_WISE:
         return Aim(COPY, 0.85)
-    if case.op == "paged_attention":
+    if case.op == "paged_attention" and "shared keys" not in case.name:  # which are read more than once
         return Aim(PRODUCT, 0.55) if case.flops else Aim(COPY, 0.8)
     if (case.function, case.weight) == ("packed_linear", "int4"):
         if case.rows >= LIBRARY_ROWS:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.kernels.common.key_offset import SEGMENT
+from batchinfer.kernels.paged_attention.segments import SEGMENT_KEYS, stack_size
 
 BLOCK_SIZE = 16
 CHUNK = 1024  # tokens of a prompt in one step
@@ -71,6 +72,7 @@ def cases(model: ModelShape) -> Iterator[KernelCase]:
         yield _store(model, name, dtype)
         yield _chunk(model, name, dtype)
         yield _decode(model, name, dtype)
+        yield _decode_together(model, name, dtype)
     for form, form_rows in LINEAR_ROWS.items():
         for rows in form_rows:
             yield _linear(model, rows, *form)
@@ -170,6 +172,31 @@ def _decode(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
     vector = model.head_dim * dtype.itemsize + (4 if dtype.itemsize == 1 else 0)
     moved = NUM_SEQS * CONTEXT * model.kv_heads * 2 * vector
     return KernelCase(f"attention, new tokens, {name}", "paged_attention", "paged_attention", arguments, moved)
+
+
+def _decode_together(model: ModelShape, name: str, dtype: torch.dtype) -> KernelCase:
+    """Half of each context is the same for all, and read by as many sequences at once as fit a tile."""
+    alone, size, segments = _decode(model, name, dtype), stack_size(model.q_heads // model.kv_heads), 2
+
+    def arguments(device: str) -> tuple[Any, ...]:
+        q, keys, values, table, *rest = alone.arguments(device)
+        shared = segments * SEGMENT_KEYS // BLOCK_SIZE
+        table[:, :shared] = table[:1, :shared].clone()
+        members = torch.arange(-(-NUM_SEQS // size) * size, device=device).view(-1, size).repeat_interleave(size, 0)
+        members = torch.where(members < NUM_SEQS, members, -1)[:NUM_SEQS]
+        stacks = torch.cat((torch.full_like(members[:, :1], segments), members), 1).int()
+        return q, keys, values, table, *rest, stacks
+
+    own = 1 - segments * SEGMENT_KEYS / CONTEXT  # of a sequence's keys
+    moved = int(alone.moved_bytes * (own + (1 - own) / NUM_SEQS))
+    name = f"attention, shared keys, {name}"
+    return KernelCase(name, alone.op, alone.function, arguments, moved, reference=_attention_apart)
+
+
+def _attention_apart(*arguments: Any) -> Tensor:
+    from batchinfer.kernels.paged_attention import reference
+
+    return reference.paged_attention(*arguments[:-1])
 
 
 def _linear(model: ModelShape, rows: int, function: str, name: str) -> KernelCase:

@@ -86,5 +86,6 @@ class Attention:
             *scales,
             sliding_window=spec.sliding_windows[layer],
             k_offset=known[0],
+            stacks=batch.stacks,
         )
         return self._output(attended.flatten(1))

@@ -20,3 +20,5 @@ class Batch(Protocol):
     def cu_seqlens_q(self) -> Tensor: ...  # int32 [num_seqs + 1]
     @property
     def seq_lens(self) -> Tensor: ...  # int32 [num_seqs], context with the current chunk
+    @property
+    def stacks(self) -> Tensor | None: ...  # of paged_attention, where a device is told

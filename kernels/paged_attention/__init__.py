@@ -6,6 +6,7 @@ import torch
 from batchinfer.kernels.common.fp8 import check_scales
 from batchinfer.kernels.common.key_offset import check_key_offset
 from batchinfer.kernels.paged_attention import cpu, reference
+from batchinfer.kernels.paged_attention.segments import stack_size
 from batchinfer.kernels.paged_attention.variant import Variant
 
 
@@ -23,6 +24,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     k_offset: torch.Tensor | None = None,
+    stacks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * q k^T) v, where query j of a sequence stands at position seq_len - q_len + j and sees the keys
     at positions up to its own (the last `sliding_window` of them, its own included, where that is given).
@@ -41,6 +43,12 @@ def paged_attention(
         key at position p it is row p // SEGMENT, and the whole key is the stored one and this. It covers all positions
         of the block table, and goes with neither soft_cap nor sinks. A GPU takes 4 bytes a token, head and segment for
         its products with the queries.
+    stacks: int32 [num_seqs, 1 + segments.stack_size(heads of a KV head)], contiguous, for a GPU and without a sliding
+        window: which sequences with one new token attend to their first keys together. Of each sequence: how many of
+        its first segments (segments.segment_keys) it shares with its stack, which all have in common, block for block,
+        and of which its last token is in none; then the sequences of the stack, the same for all of them, filled up
+        with -1. 0 and the sequence itself where it shares none. The result does not depend on it, and other devices,
+        which find what is shared by themselves or do without, make no use of it.
     Returns [num_tokens, num_q_heads, head_dim] in q's dtype.
 
     A token's result depends on its own sequence alone, and neither on the block size nor on how the sequence was cut
@@ -51,16 +59,20 @@ def paged_attention(
     check_key_offset(k_offset, k_cache, k_scale, block_table.shape[1] * k_cache.shape[2])
     variant = Variant(scale, sliding_window, soft_cap, sinks, k_offset)
     variant.validate(q.shape[1])
-    backend = _backend(q, k_cache)
-    return backend.paged_attention(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, variant)
-
-
-def _backend(q: torch.Tensor, k_cache: torch.Tensor) -> ModuleType:
+    arguments = (q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, variant)
     if q.is_cuda:
         from batchinfer.kernels.paged_attention import gpu  # here, as it brings Triton
 
-        return gpu
-    return cpu if cpu.can_run(q, k_cache) else reference
+        _check_stacks(stacks, len(seq_lens), q.shape[1] // k_cache.shape[1])
+        return gpu.paged_attention(*arguments, stacks)
+    backend: ModuleType = cpu if cpu.can_run(q, k_cache) else reference
+    return backend.paged_attention(*arguments)
+
+
+def _check_stacks(stacks: torch.Tensor | None, num_seqs: int, group: int) -> None:
+    wanted = (num_seqs, 1 + stack_size(group))
+    if stacks is not None and (stacks.shape != wanted or stacks.dtype != torch.int32 or not stacks.is_contiguous()):
+        raise ValueError(f"stacks {stacks.dtype} {tuple(stacks.shape)}: must be int32 {wanted} and contiguous")
 
 
 def _check(

@@ -1,8 +1,10 @@
 """Triton backend of paged_attention: one kernel for chunks of prompts and for single new tokens.
 
 A tile holds BLOCK_Q queries of a sequence for all query heads of one KV head, so that keys are read once for the group.
-A sequence with one new token has its keys cut into segments, attended in parallel and then joined. Which of the two
-ways a row takes, and each sum's order, depend on its own sequence alone. Each sequence must have at least one query.
+A sequence with one new token has its keys cut into segments, attended in parallel and then joined. Several such
+sequences with the same first segments attend to these in one program, as further rows of its products: in the same
+order and by the same instructions as alone. Which of the two ways a row takes, and each sum's order, depend on its own
+sequence alone. Each sequence must have at least one query.
 """
 
 # Kernels have types of their own.
@@ -18,10 +20,9 @@ from batchinfer.kernels.common.triton_codes import as_bytes, code_of
 from batchinfer.kernels.paged_attention.gpu_bias import beside_keys
 from batchinfer.kernels.paged_attention.gpu_sizes import Sizes, attention_sizes
 from batchinfer.kernels.paged_attention.gpu_tiles import LOG2_E, attend_keys, find_sequence, segment_of
+from batchinfer.kernels.paged_attention.segments import SEGMENT_KEYS, SEGMENTS, room, stack_size
 from batchinfer.kernels.paged_attention.variant import Variant
 
-_SEGMENTS = 32  # most that the keys of a row are cut into: 8 KV heads of one long context then fill a large device
-_SEGMENT_KEYS = 512  # fewest keys of a segment but the last
 Parts = tuple[torch.Tensor, ...]
 
 
@@ -36,7 +37,7 @@ def _paged_attention(
     bias_stride,
     parts,  # (weighted [num_seqs, Q_HEADS, room, DIM_BLOCK], total and best [num_seqs, Q_HEADS, room])
     room,  # segments that the longest context of the block table has, at most SEGMENTS
-    batch,  # (block_table int32 [num_seqs, table_stride], cu_seqlens_q int32 [num_seqs + 1], seq_lens int32 [num_seqs])
+    batch,  # (block_table [num_seqs, table_stride], cu_seqlens_q [num_seqs + 1], seq_lens [num_seqs], stacks or None)
     num_seqs,
     table_stride,
     q_strides,  # of tokens and heads
@@ -47,7 +48,7 @@ def _paged_attention(
     NATIVE: tl.constexpr,  # the device has e4m3
     VARIANT: tl.constexpr,  # (WINDOW, HAS_CAP, STATIC_STRIDES)
     TILE: tl.constexpr,  # (BLOCK_M, BLOCK_N, DIM_BLOCK)
-    SPLIT: tl.constexpr,  # (SEGMENTS, LEAST_KEYS) for sequences with one new token, None for the others
+    SPLIT: tl.constexpr,  # (SEGMENTS, LEAST_KEYS, STACK) for sequences with one new token, None for the others
 ):
     BLOCK_Q: tl.constexpr = 1 if SPLIT is not None else TILE[0] // GROUP
     kv_head = tl.program_id(0) % SHAPE[0]
@@ -59,17 +60,18 @@ def _paged_attention(
         return
     m = tl.arange(0, TILE[0])
     query, head = first_query + m // GROUP, kv_head * GROUP + m % GROUP
-    is_row, token = (m < BLOCK_Q * GROUP) & (query < q_len), (start + query).to(tl.int64)
+    is_row, token, owner = (m < BLOCK_Q * GROUP) & (query < q_len), (start + query).to(tl.int64), sequence
+    if SPLIT is not None and batch[3] is not None:
+        query, owner, is_row, token, is_taken = _stacked(batch, sequence, m // GROUP, SPLIT[2])
+        if is_taken:
+            return
     row_mask = is_row[:, None] & (tl.arange(0, TILE[2]) < SHAPE[2])[None, :]
     q = _load_queries(tensors[0] + token[:, None] * q_strides[0] + head[:, None] * q_strides[1], row_mask, CODE)
     factor = factors[0] * (1.0 if statics[0] is None else tl.load(statics[0] + kv_head * VARIANT[2][0]))
     first_position = seq_len - q_len + first_query  # keys from its window to the last query's position are seen
-    first_key = tl.maximum(first_position - VARIANT[0] + 1, 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
-    end, used = tl.minimum(first_position + BLOCK_Q, seq_len), 1
-    if SPLIT is not None:
-        first_key, end, used = _own_segment(seq_len, first_key, end, TILE[1], SPLIT)
-        if first_key >= end:
-            return
+    first_key, end, used = _keys_seen(seq_len, first_position, BLOCK_Q, TILE[1], VARIANT[0], SPLIT)
+    if SPLIT is not None and first_key >= end:
+        return
     row = token * (SHAPE[0] * GROUP) + head
     weighted, total, best, top = attend_keys(
         *(q, seq_len - q_len + query, first_position, first_key, end, seq_len),
@@ -78,11 +80,11 @@ def _paged_attention(
         *(NATIVE, VARIANT[0], VARIANT[1], TILE[1]),
     )
     if SPLIT is not None and used > 1:
-        _store_part(parts, sequence, SHAPE[0] * GROUP, head, room, weighted * top, total, best, is_row)
+        _store_part(parts, owner, SHAPE[0] * GROUP, head, room, weighted * top, total, best, is_row)
     else:
-        top *= 1.0 if statics[1] is None else tl.load(statics[1] + kv_head * VARIANT[2][1])
         if sinks_ptr is not None:
             total += tl.exp2(tl.load(sinks_ptr + head, is_row, 0.0) * LOG2_E - best)
+        top *= 1.0 if statics[1] is None else tl.load(statics[1] + kv_head * VARIANT[2][1])
         place = tensors[1] + row[:, None] * SHAPE[2] + tl.arange(0, TILE[2])[None, :]
         tl.store(place, (weighted * (top / total)[:, None]).to(tensors[1].dtype.element_ty), row_mask)
 
@@ -95,16 +97,40 @@ def _lengths(batch, sequence):
 
 
 @triton.jit
-def _own_segment(seq_len, first_key, end, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr):
-    """First key and end of this program's segment, and the number of segments."""
-    keys, used = segment_of(seq_len, first_key, BLOCK_N, SPLIT[0], SPLIT[1])
-    first_key += tl.program_id(1) * keys
-    return first_key, tl.minimum(end, first_key + keys), used
+def _stacked(batch, sequence, place, STACK: tl.constexpr):
+    """Each row's place in its sequence's queries, its sequence, whether there is such a row, its token, and whether
+    another program has this segment. place: of each row in the stack; a segment that is not shared has the first."""
+    stack = batch[3] + sequence.to(tl.int64) * (1 + STACK)
+    is_shared, first = tl.program_id(1) < tl.load(stack), tl.load(stack + 1)
+    owner = tl.load(stack + 1 + place, place < STACK, -1)
+    owner = tl.where(is_shared, owner, tl.where(place == 0, sequence, -1))
+    is_row = owner >= 0
+    token = tl.load(batch[1] + owner, is_row, 0).to(tl.int64)
+    return tl.zeros_like(place), owner, is_row, token, is_shared & (first != sequence)
 
 
 @triton.jit
-def _store_part(parts, sequence, num_heads, head, room, weighted, total, best, mask):
-    at = (sequence.to(tl.int64) * num_heads + head) * room + tl.program_id(1)
+def _keys_seen(
+    seq_len,
+    first_position,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """First key and end of what this program's queries see, or of its segment of that, and the number of segments."""
+    first_key = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+    end, used = tl.minimum(first_position + BLOCK_Q, seq_len), 1
+    if SPLIT is not None:
+        keys, used = segment_of(seq_len, first_key, SPLIT[0], SPLIT[1])
+        first_key += tl.program_id(1) * keys
+        end = tl.minimum(end, first_key + keys)
+    return first_key, end, used
+
+
+@triton.jit
+def _store_part(parts, owner, num_heads, head, room, weighted, total, best, mask):
+    at = (owner.to(tl.int64) * num_heads + head) * room + tl.program_id(1)
     dim = tl.arange(0, weighted.shape[1])
     tl.store(parts[0] + at[:, None] * weighted.shape[1] + dim[None, :], weighted, mask[:, None])
     tl.store(parts[1] + at, total, mask)
@@ -143,7 +169,7 @@ def _join_segments(
     if tl.load(cu_seqlens_ptr + sequence + 1) - token != 1:
         return
     first_key = tl.maximum(seq_len - VARIANT[0], 0) // TILE[1] * TILE[1] if VARIANT[0] > 0 else 0
-    _, used = segment_of(seq_len, first_key, TILE[1], SPLIT[0], SPLIT[1])
+    _, used = segment_of(seq_len, first_key, SPLIT[0], SPLIT[1])
     if used < 2:
         return
     row = token * (SHAPE[0] * GROUP) + head
@@ -194,6 +220,7 @@ def paged_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     variant: Variant,
+    stacks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See the package's `paged_attention`."""
     q = q if q.stride(-1) == 1 else q.contiguous()
@@ -210,7 +237,7 @@ def paged_attention(
         "scales": scales,
         "statics": statics,
         **beside_keys(q, variant, block_table.shape[1] * block_size),
-        "batch": (block_table, cu_seqlens_q, seq_lens),
+        "batch": (block_table, cu_seqlens_q, seq_lens, None),
         "num_seqs": num_seqs,
         "table_stride": block_table.stride(0),
         "q_strides": q.stride()[:2],
@@ -232,6 +259,7 @@ def paged_attention(
         _paged_attention[(tiles * num_kv_heads,)](
             **arguments, **shape, parts=(None, None, None), room=0, TILE=(m, n, dim_block), SPLIT=None, **options
         )
+    arguments["batch"] = (block_table, cu_seqlens_q, seq_lens, stacks if variant.sliding_window is None else None)
     _attend_single_tokens(arguments, shape, dim_block, sizes[1])
     return out
 
@@ -239,16 +267,16 @@ def paged_attention(
 def _attend_single_tokens(arguments: dict[str, Any], shape: dict[str, Any], dim_block: int, sizes: Sizes) -> None:
     """The sequences with one new token. arguments, shape: of _paged_attention. The grids depend on the shapes of
     tensors alone, so that they can be captured; rows without keys leave at once."""
-    (q, out), (table, cu_seqlens_q, seq_lens) = arguments["tensors"], arguments["batch"]
+    (q, out), (table, cu_seqlens_q, seq_lens, _) = arguments["tensors"], arguments["batch"]
     num_seqs, num_q_heads, (num_kv_heads, block_size, _) = len(seq_lens), q.shape[1], shape["SHAPE"]
     m, n, options = sizes
-    split = {"TILE": (m, n, dim_block), "SPLIT": (_SEGMENTS, _SEGMENT_KEYS)}
-    room = min(_SEGMENTS, triton.cdiv(table.shape[1] * block_size, _SEGMENT_KEYS))
-    parts = _part_buffers(num_seqs, num_q_heads, room, dim_block, q.device)
+    split = {"TILE": (m, n, dim_block), "SPLIT": (SEGMENTS, SEGMENT_KEYS, stack_size(shape["GROUP"]))}
+    most = room(table.shape[1] * block_size)
+    parts = _part_buffers(num_seqs, num_q_heads, most, dim_block, q.device)
     options = {**options, **triton_targets.registers(255)}
-    _paged_attention[(num_seqs * num_kv_heads, room)](**arguments, **shape, parts=parts, room=room, **split, **options)
+    _paged_attention[(num_seqs * num_kv_heads, most)](**arguments, **shape, parts=parts, room=most, **split, **options)
     _join_segments[(num_seqs, num_q_heads)](
-        *(out, parts, room, cu_seqlens_q, seq_lens, arguments["statics"][1], arguments["sinks_ptr"]),
+        *(out, parts, most, cu_seqlens_q, seq_lens, arguments["statics"][1], arguments["sinks_ptr"]),
         **shape,
         **split,
         num_warps=4,

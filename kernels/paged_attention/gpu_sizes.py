@@ -2,8 +2,8 @@
 time."""
 
 import torch
-import triton
 from batchinfer.kernels.common import triton_targets
+from batchinfer.kernels.paged_attention.segments import rows_of_tile
 
 Sizes = tuple[int, int, dict[str, int]]  # rows of queries, keys, options of the launch
 
@@ -69,7 +69,7 @@ def attention_sizes(dim_block: int, group: int, dtype: torch.dtype, has_codes: b
     """Of tiles with several queries of a sequence, and with one. group: query heads of a KV head; has_codes: the cache
     has 8 bits."""
     generation = triton_targets.current().generation
-    least = max(16, triton.next_power_of_2(group))
+    least = rows_of_tile(group)
     if dtype == torch.float32:
         rows, keys, options = _EXACT
         sizes = max(rows, least), keys, options

@@ -158,9 +158,8 @@ def _power_of_two_above(x):
 
 
 @triton.jit
-def segment_of(seq_len, first_key, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, LEAST_KEYS: tl.constexpr):
+def segment_of(seq_len, first_key, SEGMENTS: tl.constexpr, LEAST_KEYS: tl.constexpr):
     """(keys a segment, number of segments) of a row's keys: by its own length alone, so that a row's sums run in the
-    same order whatever stands beside it."""
-    tiles = (seq_len - first_key + BLOCK_N - 1) // BLOCK_N
-    per_segment = tl.maximum((tiles + SEGMENTS - 1) // SEGMENTS, LEAST_KEYS // BLOCK_N)
-    return per_segment * BLOCK_N, (tiles + per_segment - 1) // per_segment
+    same order whatever stands beside it. As segments.segment_keys."""
+    wide = tl.maximum((seq_len - first_key + SEGMENTS * LEAST_KEYS - 1) // (SEGMENTS * LEAST_KEYS), 1)
+    return wide * LEAST_KEYS, (seq_len - first_key + wide * LEAST_KEYS - 1) // (wide * LEAST_KEYS)

@@ -232,3 +232,43 @@ def test_graphs_read_the_tables_of_keys_that_they_were_captured_with():
     seen = [weakref.ref(table) for table in captured]
     del captured, now
     assert all(table() is not None for table in seen)
+
+
+def test_stacks_reach_attention_in_captured_steps_and_in_others(monkeypatch):
+    """Sequences with one prompt of two segments: attention is told of stacks of the step's own rows, whose tables begin
+    alike; and answers stay the plain loop's."""
+    from batchinfer.kernels.paged_attention import segments
+
+    from batchinfer.engine import key_stacks
+    from batchinfer.models import attention
+
+    monkeypatch.setattr(key_stacks, "SEGMENT_KEYS", 8)
+    monkeypatch.setattr(segments, "SEGMENT_KEYS", 8)
+    decoder, seen, real = make_decoder("default"), [], attention.paged_attention
+
+    def spied(q, *arguments, stacks, **options):
+        offsets, lens = arguments[3], arguments[4]
+        if stacks is not None and q.shape[0] and int(lens.max()) > 0:
+            seen.append((stacks.clone(), offsets.diff().clone(), lens.clone(), arguments[2].clone()))
+        return real(q, *arguments, **options)
+
+    common = np.random.default_rng(0).integers(0, VOCAB, 17).tolist()
+    requests = [make_request(0, common, 14), *(make_request(i, [*common, i], 9) for i in range(1, 6))]
+    plain = run(make_engine(decoder), requests)
+    monkeypatch.setattr(attention, "paged_attention", spied)
+    capture, queue = FakeCapture(), StagedQueue(LateLane(1, 0.5))
+    finder = key_stacks.KeyStacks(4, BLOCK_SIZE)
+    options = {"max_steps_in_flight": 2, "queue": queue, "graphs": GraphPlan(capture, (4, 8), (13,))}
+    results = run(make_engine(decoder, key_stacks=finder, **options), requests)
+    assert {i: r.token_ids for i, r in results.items()} == {i: r.token_ids for i, r in plain.items()}
+    assert capture.num_replayed > 3
+    kinds = set()
+    for stacks, q_lens, lens, table in seen:
+        for row in np.flatnonzero(stacks[:, 0].numpy() * (lens.numpy() > 0)).tolist():
+            members = [member for member in stacks[row, 1:].tolist() if member >= 0]
+            assert row in members
+            assert (q_lens[members] == 1).all()
+            assert len({tuple(table[member, : 2 * int(stacks[row, 0])].tolist()) for member in members}) == 1
+            kinds.add((bool((q_lens == 1).all()), int(stacks[row, 0]), len(members)))
+    assert any(is_decode and segments == 2 and size == 4 for is_decode, segments, size in kinds)
+    assert any(not is_decode for is_decode, *_ in kinds)  # beside a chunk of a prompt

@@ -12,11 +12,12 @@ pytest.importorskip("triton")
 from batchinfer.kernels import sampling
 from batchinfer.kernels.common.triton_ahead import variants
 from batchinfer.kernels.common.triton_targets import TARGETS
-from batchinfer.kernels.quantized_linear import IntegerWeight
+from batchinfer.kernels.quantized_linear import IntegerWeight, fp8
 from batchinfer.kernels.sampling import LogitChanges, RowTokens
 
 from batchinfer.cache.paged_kv import PagedKVCache
 from batchinfer.engine.input_builder import ForwardBatch
+from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.warm_up import warm_up
 from batchinfer.models.dummy import DummyCheckpoint
 from batchinfer.models.families.registry import parse_config
@@ -37,6 +38,7 @@ CONFIG = {
     "head_dim": 64,
     "max_position_embeddings": MOST_BLOCKS * BLOCK_SIZE,
 }
+STACKS = KeyStacks.make(8, 2, BLOCK_SIZE)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 
@@ -44,7 +46,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "
 def _meta_counts_as_a_gpu(monkeypatch):
     """So that operations choose their gpu backends."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"))
-    monkeypatch.setattr(IntegerWeight, "__post_init__", lambda weight: None)  # it looks at numbers
+    monkeypatch.setattr(IntegerWeight, "__post_init__", lambda weight: None)  # it looks at numbers, as the next does
+    monkeypatch.setattr(fp8, "centred", lambda weight: weight)
 
 
 class MetaCheckpoint(DummyCheckpoint):
@@ -58,10 +61,11 @@ def meta(*shape, dtype=torch.int64):
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def make_model(kv_dtype, quantized):
+def make_model(kv_dtype, quantized, activations="auto"):
     spec = parse_config(CONFIG, "config.json")
     scheme = parse(AWQ, "config.json") if quantized else None
-    decoder = build_decoder(spec, MetaCheckpoint(spec, scheme, META), torch.bfloat16, META, scheme=scheme)
+    source = MetaCheckpoint(spec, scheme, META)
+    decoder = build_decoder(spec, source, torch.bfloat16, META, activations, scheme=scheme)
     cache = PagedKVCache(decoder.kv_cache_spec(BLOCK_SIZE, kv_dtype), 10_000, "meta")
     if cache.spec.per_token_scales:
         known = KeyStatistics(*(meta(2, 64, dtype=torch.float32) for _ in range(3)))
@@ -112,6 +116,7 @@ def run_step(rng, decoder, cache):
         cu_seqlens_q=meta(num_seqs + 1, **ints),
         seq_lens=meta(num_seqs, **ints),
         prompt_lens=meta(num_seqs, **ints),
+        stacks=meta(num_seqs, STACKS.width, **ints),
     )
     hidden = decoder.forward(batch, cache, batch.prompt_lens)
     n = rng.randint(1, num_seqs)
@@ -123,15 +128,34 @@ def run_step(rng, decoder, cache):
         sampling.sample(logits, *floats[:2], meta(n), floats[2], meta(n), meta(n), random_changes(rng, n))
 
 
-@pytest.mark.parametrize(("kv_dtype", "quantized"), [("auto", False), ("fp8", False), ("fp8", True), ("int8", True)])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_steps_after_the_warm_up_find_all_kernels_compiled(target, kv_dtype, quantized):
+# What the products of each --activation-dtype launch.
+PRODUCTS = {"int8": {"_quantize_rows", "_int8_linear"}, "fp8": {"_quantize_tokens", "_fp8_linear"}}
+WITHOUT_E4M3 = [
+    ("auto", False, "auto"),
+    ("fp8", False, "auto"),
+    ("fp8", True, "auto"),
+    ("int8", True, "auto"),
+    ("auto", False, "int8"),
+    ("fp8", True, "int8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "kv_dtype", "quantized", "activations"),
+    [
+        *(("sm_80", *model) for model in WITHOUT_E4M3),
+        *(("sm_90", *model) for model in (*WITHOUT_E4M3, ("auto", False, "fp8"), ("fp8", True, "fp8"))),
+    ],
+)
+def test_steps_after_the_warm_up_find_all_kernels_compiled(target, kv_dtype, quantized, activations):
     rng = random.Random(0)
-    decoder, cache = make_model(kv_dtype, quantized)
+    decoder, cache = make_model(kv_dtype, quantized, activations)
     with variants(TARGETS[target]) as launches:
         warm_up(decoder, cache, MAX_TOKENS, MAX_SEQS, MOST_BLOCKS, most_logits=128)
         warm = {id(kernel) for kernel in launches.distinct}
         assert {"_rms_norm", "_rotary_kv_store", "_paged_attention", "find_cuts"} <= {k.name for k in launches.distinct}
+        products = {name for name in set().union(*PRODUCTS.values()) if name in {k.name for k in launches.distinct}}
+        assert products == PRODUCTS.get(activations, set())
         assert len(warm) < 80  # a finite set, whatever the sizes
         number = len(launches.kernels)
         for _ in range(50):

@@ -414,7 +414,9 @@ def test_sizes_and_widths_of_graphs():
             size = next(size for size in sizes if size >= rows)
             assert size - rows < (size / 2 if rows < 65 else size / 5)
     assert len(graph_sizes(256)) < 20
-    assert graph_widths(512, 16, cost_grows=False) == (512,)
+    assert graph_widths(512, 16, cost_grows=False) == (128, 512)
+    assert graph_widths(8192, 16, cost_grows=False) == (128, 512, 8192)
+    assert graph_widths(8192, 16, cost_grows=True) == (128, 512, 2048, 8192)
     assert graph_widths(512, 16, cost_grows=True) == (128, 512)
     assert graph_widths(100, 16, cost_grows=True) == (100,)
 

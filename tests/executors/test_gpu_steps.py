@@ -42,9 +42,14 @@ def test_graphs_cover_all_rows_and_tables(make_spec):
     assert isinstance(steps.queue, StagedQueue)
     assert steps.graphs.sizes[0] == 1
     assert steps.graphs.sizes[-1] == 100
-    assert steps.graphs.widths == (1876,)  # 30,001 tokens in blocks of 16
-    with_offsets = gpu_steps(FakeDecoder(), make_spec("fp8", True), max_num_seqs=4, max_model_len=30_001, eager=False)
-    assert with_offsets.graphs.widths == (128, 512, 1876)
+    assert steps.graphs.widths == (128, 512, 1876)  # 30,001 tokens in blocks of 16
+    short = gpu_steps(FakeDecoder(), make_spec("bf16", False), max_num_seqs=4, max_model_len=1500, eager=False)
+    assert short.graphs.widths == (94,)
+    long = [
+        gpu_steps(FakeDecoder(), make_spec(*cache), max_num_seqs=4, max_model_len=100_000, eager=False).graphs.widths
+        for cache in (("bf16", False), ("fp8", True))
+    ]
+    assert long == [(128, 512, 6250), (128, 512, 2048, 6250)]  # key offsets are multiplied with all of the table
 
 
 def test_eager_steps_have_no_graphs(make_spec):

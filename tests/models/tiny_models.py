@@ -72,6 +72,7 @@ class Runner:
             block_table=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).int(),
             cu_seqlens_q=F.pad(q_lens.cumsum(0), (1, 0)).int(),
             seq_lens=torch.tensor([end for _, _, _, end in chunks]).int(),
+            stacks=None,
         )
         return self.decoder.forward(batch, self.cache, **options).split(q_lens.tolist())
 
