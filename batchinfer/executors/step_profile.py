@@ -39,7 +39,8 @@ _OPERATIONS: Mapping[Any, str] = {
     method: "matmul"
     for value in vars(linear).values()
     if isinstance(value, type) and value.__module__ == linear.__name__ and value is not linear.Projection
-    for method in (value.__call__, value.fill)  # type: ignore[attr-defined]
+    for name, method in vars(value).items()
+    if name in ("__call__", "fill", "gated")  # the last with the activation of the gate, which it computes at once
 }
 
 
@@ -63,8 +64,9 @@ class StepShape:
 def profile_steps(config: JobConfig, shape: StepShape, report: Callable[[str], None]) -> dict[str, Any]:
     """Runs steps of both kinds on the model of `config`, with tokens drawn at random and no prefix cache.
 
-    Returns for `prefill` and for `decode`: num_tokens, step_ms (the median), and operations_ms by name, where `rest` is
-    what no operation took: Python, the scheduler, small tensor operations. And matmul_gflops: what the machine reaches
+    Returns for `prefill` and for `decode`: num_tokens, step_ms (the median), and operations_ms by name, where `matmul`
+    has the gated activation in it where the product computes it, and `rest` is what no operation took: Python, the
+    scheduler, small tensor operations. And matmul_gflops: what the machine reaches
     in the same run in a bf16 product of 256 x 1536 by 1536 x 576. Raises BatchInferError as a job does.
     """
     most_prompts = shape.prefill_tokens // shape.context + 2  # of which a prefill step computes some

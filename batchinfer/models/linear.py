@@ -7,10 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchinfer.kernels.gated_activation import ActivationKind
 from batchinfer.kernels.quantized_linear import (
+    PackedWeight,
+    QuantizedWeight,
     can_pack_bf16,
     check_fp8_device,
     fp8_linear,
+    gated_linear,
     pack_fp8_weight,
     pack_weight,
     packed_linear,
@@ -67,10 +71,13 @@ class Linear:
 
 
 class Int8Linear:
-    """A projection by 8-bit integers: the weight is quantised here, once, and activations at each call."""
+    """A projection by 8-bit integers: the weight is quantised here, once, and activations at each call.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._weight = quantize_weight(weight)
+    is_gated: the first half of the outputs are a gate of the second, and `gated` will be called where it can.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, is_gated: bool = False) -> None:
+        self._weight = quantize_weight(weight, is_gated)
         self._bias = None if bias is None else bias.to(torch.float32)
 
     @property
@@ -83,16 +90,27 @@ class Int8Linear:
     def fill(self, out: Tensor, x: Tensor) -> None:
         quantized_linear(x, self._weight, self._bias, out)
 
+    @property
+    def can_gate(self) -> bool:
+        """Whether `gated` is faster than the activation after the product."""
+        return isinstance(self._weight, QuantizedWeight) and self._weight.is_paired
+
+    def gated(self, x: Tensor, activation: ActivationKind) -> Tensor:
+        """act(first half of the outputs) * second half: [num_rows, out_features / 2]"""
+        return gated_linear(x, self._weight, self._bias, activation)
+
 
 class PackedLinear:
     """A projection whose weight lies in the order that its product reads it in: a checkpoint's quantised weight, as it
     is, or a bf16 one. Activations keep their precision, and sums are float32.
 
-    bias: [out_features] or None.
+    bias: [out_features] or None. is_gated: as Int8Linear's.
     """
 
-    def __init__(self, weight: IntegerWeight | Fp8Weight | Tensor, bias: Tensor | None = None) -> None:
-        self._weight = pack_weight(weight)
+    def __init__(
+        self, weight: IntegerWeight | Fp8Weight | Tensor, bias: Tensor | None = None, is_gated: bool = False
+    ) -> None:
+        self._weight = pack_weight(weight, is_gated)
         self._bias = None if bias is None else bias.to(torch.float32)
 
     @staticmethod
@@ -113,6 +131,15 @@ class PackedLinear:
 
     def fill(self, out: Tensor, x: Tensor) -> None:
         packed_linear(x, self._weight, self._bias, out)
+
+    @property
+    def can_gate(self) -> bool:
+        """Whether `gated` is faster than the activation after the product."""
+        return isinstance(self._weight, PackedWeight) and self._weight.is_paired
+
+    def gated(self, x: Tensor, activation: ActivationKind) -> Tensor:
+        """act(first half of the outputs) * second half: [num_rows, out_features / 2]"""
+        return gated_linear(x, self._weight, self._bias, activation)
 
 
 class Fp8Linear:

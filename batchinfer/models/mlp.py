@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from batchinfer.kernels.gated_activation import gated_activation
-from batchinfer.models.linear import Projection
+from batchinfer.models.linear import Int8Linear, PackedLinear, Projection
 from batchinfer.models.spec import Activation
 
 
@@ -17,4 +17,7 @@ class GatedMLP:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden_size] to the same."""
-        return self._down(gated_activation(self._gate_up(hidden), self._activation))
+        gate_up = self._gate_up
+        if isinstance(gate_up, PackedLinear | Int8Linear) and gate_up.can_gate:
+            return self._down(gate_up.gated(hidden, self._activation))
+        return self._down(gated_activation(gate_up(hidden), self._activation))

@@ -126,7 +126,7 @@ class _Builder:
         norms = (self._vector(name, spec.head_dim) for name in head_norms)
         attention = Attention(spec, index, qkv, output, *norms, kv_scales=scales)
         width = spec.intermediate_size
-        gate_up = self._linear(prefix, names.gate_up, [width, width], spec.hidden_size, spec.mlp_bias)
+        gate_up = self._linear(prefix, names.gate_up, [width, width], spec.hidden_size, spec.mlp_bias, is_gated=True)
         down = self._linear(prefix, [names.down], [spec.hidden_size], width, spec.mlp_bias)
         return DecoderLayer(
             self._vector(prefix + names.input_norm, spec.hidden_size),
@@ -136,9 +136,16 @@ class _Builder:
         )
 
     def _linear(
-        self, prefix: str, modules: Sequence[str], num_rows: Sequence[int], num_columns: int, has_bias: bool
+        self,
+        prefix: str,
+        modules: Sequence[str],
+        num_rows: Sequence[int],
+        num_columns: int,
+        has_bias: bool,
+        is_gated: bool = False,
     ) -> Projection:
-        """Layers of one input as one projection where they are stored alike, else side by side."""
+        """Layers of one input as one projection where they are stored alike, else side by side. is_gated: the first is
+        the gate of the second."""
         modules = [prefix + module for module in modules]
         stored = [self._stored(module, rows, num_columns) for module, rows in zip(modules, num_rows, strict=True)]
         are_quantized = [weight for weight in stored if weight is not None]
@@ -147,9 +154,9 @@ class _Builder:
         bias = self._stack([f"{module}.bias" for module in modules], num_rows) if has_bias else None
         if not are_quantized:
             weight = self._stack([f"{module}.weight" for module in modules], num_rows, num_columns)
-            return self._projection(weight, bias)
+            return self._projection(weight, bias, is_gated=is_gated)
         if len(are_quantized) == len(modules) and (fused := _fuse(are_quantized)) is not None:
-            return self._quantized_projection(modules[0], fused, bias)
+            return self._quantized_projection(modules[0], fused, bias, is_gated)
         biases = [None] * len(modules) if bias is None else bias.split(list(num_rows))
         parts: list[Projection] = []
         for module, rows, own, own_bias in zip(modules, num_rows, stored, biases, strict=True):
@@ -174,13 +181,15 @@ class _Builder:
             if name in self._unused and not bool(self._source.read(name).any()):
                 self._unused.discard(name)
 
-    def _quantized_projection(self, name: str, weight: Stored, bias: Tensor | None) -> Projection:
+    def _quantized_projection(
+        self, name: str, weight: Stored, bias: Tensor | None, is_gated: bool = False
+    ) -> Projection:
         """name: of the first module in it, for messages."""
         if self._activation_dtype == "int8":
-            projection: Projection = Int8Linear(weight.dequantize(), bias)
+            projection: Projection = Int8Linear(weight.dequantize(), bias, is_gated)
         else:
             try:
-                projection = self._stored_projection(weight, bias)
+                projection = self._stored_projection(weight, bias, is_gated)
             except ValueError as error:
                 raise UsageError(
                     f"{self._source.where}: {name}: {error}; run it with --device cpu, or quantise the 16-bit model in "
@@ -189,22 +198,26 @@ class _Builder:
         self._weight_bytes += projection.nbytes - (0 if bias is None else bias.nbytes)
         return projection
 
-    def _stored_projection(self, weight: Stored, bias: Tensor | None) -> Projection:
+    def _stored_projection(self, weight: Stored, bias: Tensor | None, is_gated: bool) -> Projection:
         """By the checkpoint's own numbers."""
         if self._activation_dtype == "fp8":
             return Fp8Linear(weight, bias)
-        projection = PackedLinear(weight, bias)
+        projection = PackedLinear(weight, bias, is_gated)
         self._scratch_bytes = max(self._scratch_bytes, projection.scratch_bytes(self._dtype))
         return projection
 
-    def _projection(self, weight: Tensor, bias: Tensor | None, is_shared: bool = False) -> Projection:
+    def _projection(
+        self, weight: Tensor, bias: Tensor | None, is_shared: bool = False, is_gated: bool = False
+    ) -> Projection:
         """is_shared: something else keeps the weight, too."""
         own = Linear(weight, bias)
         if self._activation_dtype == "auto" and not PackedLinear.is_best_for(weight):
             return own
-        kinds: dict[str, type[PackedLinear | Int8Linear | Fp8Linear]]
-        kinds = {"auto": PackedLinear, "int8": Int8Linear, "fp8": Fp8Linear}
-        made = kinds[self._activation_dtype](weight, bias)
+        made: PackedLinear | Int8Linear | Fp8Linear
+        if self._activation_dtype == "fp8":
+            made = Fp8Linear(weight, bias)
+        else:
+            made = (Int8Linear if self._activation_dtype == "int8" else PackedLinear)(weight, bias, is_gated)
         self._weight_bytes += made.nbytes - (0 if is_shared else own.nbytes)
         return made
 

@@ -1,83 +1,11 @@
-// Native gated_activation: silu and tanh-gelu, both by way of the sigmoid, since tanh-gelu(x) = x sigmoid(2 u(x)).
+// Native gated_activation.
 
-#include "../common/native.h"
+#include "../common/gate.h"
 
 namespace batchinfer {
 namespace {
 
-enum Kind : int64_t { SILU, GELU_TANH };
-
-constexpr int64_t BLOCK = 256;  // elements that are widened at once
-
-// x = act(x) for BLOCK floats.
-template <Kind KIND>
-void activate(float* values) {
-    for (int64_t i = 0; i < BLOCK; i += LANES) {
-        Vec x = load_vec(values + i), argument = x;
-        if (KIND == GELU_TANH) argument = x * (1.0f + 0.044715f * x * x) * 1.5957691216057308f;  // 2 sqrt(2 / pi)
-        store_vec(values + i, x / (1.0f + exp_vec(-argument)));
-    }
-}
-
-// The activation is rounded to the format before the product, as two operations of torch would.
-template <class Format, Kind KIND>
-void run_row(const typename Format::Storage* gate, const typename Format::Storage* up, int64_t n,
-             typename Format::Storage* out) {
-    alignas(64) float values[BLOCK] = {};
-    for (int64_t i = 0; i < n; i += BLOCK) {
-        int64_t count = std::min(BLOCK, n - i);
-        load_row<Format>(gate + i, values, count);
-        activate<KIND>(values);
-        for (int64_t j = 0; j < count; j++)
-            out[i + j] = Format::store(Format::load(Format::store(values[j])) * Format::load(up[i + j]));
-    }
-}
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-inline __m512 widen(__m256i codes) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16)); }
-
-inline __m512 rounded(__m512 x) { return widen((__m256i)_mm512_cvtneps_pbh(x)); }
-
-// e^x to 3e-6 of its value, of which bf16 sees nothing; NaN for NaN.
-// e^x = 2^n 2^r; the polynomial is that of 2^r on [-1/2, 1/2] with the least relative error, of degree 4.
-inline __m512 exp_bf16(__m512 x) {
-    const __m512 low = _mm512_set1_ps(-126.0f), high = _mm512_set1_ps(126.0f);
-    __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-    power = _mm512_min_ps(high, _mm512_max_ps(low, power));  // the second operand where one is NaN
-    __m512 n = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(power, n);
-    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(9.58285e-3f), _mm512_set1_ps(5.590643e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4024099e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9312419e-1f));
-    return _mm512_scalef_ps(_mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f)), n);
-}
-
-template <Kind KIND>
-inline __m512 activate_bf16(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f);
-    __m512 argument = x;
-    if (KIND == GELU_TANH) {
-        __m512 square = _mm512_mul_ps(x, x), root = _mm512_set1_ps(1.5957691216f);
-        argument = _mm512_mul_ps(_mm512_mul_ps(x, root), _mm512_fmadd_ps(square, _mm512_set1_ps(0.044715f), one));
-    }
-    __m512 divisor = _mm512_add_ps(one, exp_bf16(_mm512_sub_ps(_mm512_setzero_ps(), argument)));
-    __m512 inverse = _mm512_rcp14_ps(divisor);
-    inverse = _mm512_mul_ps(inverse, _mm512_fnmadd_ps(divisor, inverse, _mm512_set1_ps(2.0f)));
-    return _mm512_mul_ps(x, inverse);
-}
-
-// As run_row, by instructions for bf16.
-template <Kind KIND>
-void run_row_bf16(const uint16_t* gate, const uint16_t* up, int64_t n, uint16_t* out) {
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 kept = __mmask16(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512 activation = rounded(activate_bf16<KIND>(widen(_mm256_maskz_loadu_epi16(kept, gate + i))));
-        __m512 product = _mm512_mul_ps(activation, widen(_mm256_maskz_loadu_epi16(kept, up + i)));
-        _mm256_mask_storeu_epi16(out + i, kept, (__m256i)_mm512_cvtneps_pbh(product));
-    }
-}
-#endif
-
-template <Kind KIND>
+template <Gate GATE>
 void run(const void* gate_up, int64_t rows, int64_t n, int64_t stride, void* out, int64_t format, int64_t threads) {
     with_float_format(format, [&](auto f) {
         using Format = decltype(f);
@@ -85,13 +13,7 @@ void run(const void* gate_up, int64_t rows, int64_t n, int64_t stride, void* out
         parallel_rows(rows, n, threads, [&](int64_t first, int64_t last) {
             for (int64_t r = first; r < last; r++) {
                 const Storage* gate = static_cast<const Storage*>(gate_up) + r * stride;
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-                if constexpr (std::is_same<Format, Bf16>::value) {
-                    run_row_bf16<KIND>(gate, gate + n, n, static_cast<Storage*>(out) + r * n);
-                    continue;
-                }
-#endif
-                run_row<Format, KIND>(gate, gate + n, n, static_cast<Storage*>(out) + r * n);
+                gate_row<Format, GATE>(gate, gate + n, n, static_cast<Storage*>(out) + r * n);
             }
         });
     });
@@ -100,10 +22,10 @@ void run(const void* gate_up, int64_t rows, int64_t n, int64_t stride, void* out
 }  // namespace
 }  // namespace batchinfer
 
-// gate_up: [rows, 2 n], rows `stride` elements apart; out: [rows, n], dense. kind: 0 silu, 1 tanh-gelu.
-extern "C" void gated_activation(const void* gate_up, int64_t rows, int64_t n, int64_t stride, void* out, int64_t kind,
+// gate_up: [rows, 2 n], rows `stride` elements apart; out: [rows, n], dense. gate: SILU or GELU_TANH.
+extern "C" void gated_activation(const void* gate_up, int64_t rows, int64_t n, int64_t stride, void* out, int64_t gate,
                                  int64_t format, int64_t threads) {
     using namespace batchinfer;
-    if (kind == SILU) return run<SILU>(gate_up, rows, n, stride, out, format, threads);
+    if (gate == SILU) return run<SILU>(gate_up, rows, n, stride, out, format, threads);
     run<GELU_TANH>(gate_up, rows, n, stride, out, format, threads);
 }

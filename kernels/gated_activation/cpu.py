@@ -7,7 +7,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from batchinfer.kernels.common import native
 
-_KINDS = {"silu": 0, "gelu_tanh": 1}  # as Kind in cpu.cpp; torch's error function is vectorised already
+GATES = {"silu": 0, "gelu_tanh": 1}  # as Gate in gate.h; torch's error function is vectorised already
 
 
 @functools.cache
@@ -17,7 +17,7 @@ def _run() -> Callable[..., None]:
 
 
 def can_run(gate_up: torch.Tensor, kind: str) -> bool:
-    return kind in _KINDS and native.can_run("gated_activation", gate_up)
+    return kind in GATES and native.can_run("gated_activation", gate_up)
 
 
 def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -28,6 +28,6 @@ def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     out = torch.empty(*gate_up.shape[:-1], n, dtype=gate_up.dtype)
     _run()(
         *(gate_up.data_ptr(), gate_up.numel() // max(1, width), n, width, out.data_ptr()),
-        *(_KINDS[kind], native.FORMATS[gate_up.dtype], torch.get_num_threads()),
+        *(GATES[kind], native.FORMATS[gate_up.dtype], torch.get_num_threads()),
     )
     return out

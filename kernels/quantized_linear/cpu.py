@@ -1,4 +1,4 @@
-"""Native CPU backend of quantize_weight, quantized_linear, packed_linear and fp8_linear."""
+"""Native CPU backend of quantize_weight, quantized_linear, packed_linear, fp8_linear and gated_linear."""
 
 import ctypes
 import functools
@@ -7,23 +7,26 @@ from ctypes import c_int64, c_void_p
 
 import torch
 from batchinfer.kernels.common import native
+from batchinfer.kernels.gated_activation.cpu import GATES
 from batchinfer.kernels.quantized_linear import reference
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
-from batchinfer.kernels.quantized_linear.weight import QuantizedWeight
+from batchinfer.kernels.quantized_linear.weight import QuantizedWeight, can_pair, pair_halves
+
+_NO_GATE = -1  # as in gate.h
 
 
 class Weight(ctypes.Structure):
-    """As in cpu.cpp."""
+    """As in int8.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("values", "scales", "offsets", "bias")),
-        *((name, c_int64) for name in ("num_inputs", "num_outputs", "num_groups")),
+        *((name, c_int64) for name in ("num_inputs", "num_outputs", "num_groups", "is_paired")),
     )
 
     @classmethod
     def of(cls, weight: QuantizedWeight, bias: torch.Tensor | None) -> "Weight":
         tensors = (weight.values, weight.scales, weight.offsets, bias)
-        sizes = (weight.num_inputs, weight.num_outputs, weight.scales.shape[1])
+        sizes = (weight.num_inputs, weight.num_outputs, weight.scales.shape[1], weight.is_paired)
         return cls(*(native.address(tensor) for tensor in tensors), *sizes)
 
 
@@ -33,7 +36,7 @@ class Packed(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("values", "parameters", "inputs", "bias")),
         *((name, c_int64) for name in ("kind", "has_fp32_parameters", "has_offsets")),
-        *((name, c_int64) for name in ("steps", "group_steps", "num_outputs", "num_inputs")),
+        *((name, c_int64) for name in ("steps", "group_steps", "num_outputs", "num_inputs", "is_paired")),
     )
 
     @classmethod
@@ -43,7 +46,7 @@ class Packed(ctypes.Structure):
         return cls(
             *(native.address(tensor) for tensor in (weight.values, parameters, weight.inputs, bias)),
             *(weight.kind, has_fp32_parameters, weight.has_offsets),
-            *(weight.values.shape[1], weight.group_steps, weight.num_outputs, weight.num_inputs),
+            *(weight.values.shape[1], weight.group_steps, weight.num_outputs, weight.num_inputs, weight.is_paired),
         )
 
 
@@ -55,13 +58,13 @@ def _quantize() -> Callable[..., None]:
 @functools.cache
 def _run() -> Callable[..., None]:
     pointers = (c_void_p, c_int64, ctypes.POINTER(Weight), c_void_p)
-    return native.function("quantized_linear", "quantized_linear", *pointers, c_int64, c_int64, c_int64)
+    return native.function("quantized_linear", "quantized_linear", *pointers, *[c_int64] * 4)
 
 
 @functools.cache
 def _run_packed() -> Callable[..., None]:
     pointers = (c_void_p, c_int64, ctypes.POINTER(Packed), c_void_p)
-    return native.function("quantized_linear", "packed_linear", *pointers, c_int64, c_int64, c_int64)
+    return native.function("quantized_linear", "packed_linear", *pointers, *[c_int64] * 4)
 
 
 @functools.cache
@@ -76,30 +79,51 @@ def can_run(x: torch.Tensor) -> bool:
     return native.can_run("quantized_linear", x)
 
 
-def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
+def can_gate(x: torch.Tensor, kind: str) -> bool:
+    """Whether gated_linear runs, of a paired weight."""
+    return kind in GATES and can_run(x)
+
+
+def quantize_weight(weight: torch.Tensor, is_gated: bool = False) -> QuantizedWeight:
     """See the package's `quantize_weight`."""
-    weight = weight.contiguous()
-    packed = QuantizedWeight.empty(*weight.shape, weight.device)
+    is_paired = is_gated and can_pair(len(weight))
+    rows = pair_halves(weight) if is_paired else weight.contiguous()
+    packed = QuantizedWeight.empty(*weight.shape, weight.device, is_paired)
     filled = ctypes.byref(Weight.of(packed, None))
-    _quantize()(weight.data_ptr(), native.FORMATS[weight.dtype], filled, torch.get_num_threads())
+    _quantize()(rows.data_ptr(), native.FORMATS[weight.dtype], filled, torch.get_num_threads())
     return packed
 
 
 def quantized_linear(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """See the package's `quantized_linear`."""
-    x = x.contiguous()
-    _run()(
-        *(x.data_ptr(), len(x), ctypes.byref(Weight.of(weight, bias)), out.data_ptr()),
-        *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], torch.get_num_threads()),
-    )
+    _product(x, weight, bias, out, _NO_GATE)
 
 
 def packed_linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """See the package's `packed_linear`."""
+    _product(x, weight, bias, out, _NO_GATE)
+
+
+def gated_linear(
+    x: torch.Tensor, weight: PackedWeight | QuantizedWeight, bias: torch.Tensor | None, kind: str, out: torch.Tensor
+) -> None:
+    """See the package's `gated_linear`; the weight is paired, and out of x's dtype."""
+    _product(x, weight, bias, out, GATES[kind])
+
+
+def _product(
+    x: torch.Tensor, weight: PackedWeight | QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor, gate: int
+) -> None:
     x = x.contiguous()
-    _run_packed()(
-        *(x.data_ptr(), len(x), ctypes.byref(Packed.of(weight, bias)), out.data_ptr()),
-        *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], torch.get_num_threads()),
+    run: Callable[..., None]
+    form: Packed | Weight
+    if isinstance(weight, PackedWeight):
+        run, form = _run_packed(), Packed.of(weight, bias)
+    else:
+        run, form = _run(), Weight.of(weight, bias)
+    run(
+        *(x.data_ptr(), len(x), ctypes.byref(form), out.data_ptr()),
+        *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], gate, torch.get_num_threads()),
     )
 
 

@@ -2,13 +2,13 @@
 // exact and the groups' float sums have one order, so that a row's result does not depend on the other rows.
 #pragma once
 
-#include "../common/native.h"
+#include "outputs.h"
 
 namespace batchinfer {
 
 constexpr int ROTATION = 64;    // inputs that the rotation mixes
 constexpr int GROUP = 192;      // inputs that share a scale, whole rotations; the last group of a row may be shorter
-constexpr int COLUMNS = 32;     // outputs in a block of the packed weight
+constexpr int COLUMNS = PANEL;  // outputs in a block of the packed weight
 constexpr int TILE_ROWS = 6;    // with COLUMNS, all that the registers hold: integer sums and float sums
 constexpr int BLOCK_ROWS = 192; // rows whose bytes stay in the L2 cache while the weight passes
 constexpr int ZERO = 128;       // added to signed bytes, as the instruction takes one unsigned operand
@@ -19,7 +19,7 @@ struct Weight {
     float* scales;           // [blocks, groups, COLUMNS]
     int32_t* offsets;        // [blocks, groups, COLUMNS]: -ZERO times the sum of the group's bytes
     const float* bias;       // [num_outputs] or null
-    int64_t num_inputs, num_outputs, num_groups;
+    int64_t num_inputs, num_outputs, num_groups, is_paired;
 
     int64_t padded_inputs() const { return (num_inputs + ROTATION - 1) / ROTATION * ROTATION; }
 };
@@ -233,24 +233,17 @@ void multiply_rows(int64_t count, Rows rows, const Weight& w, int64_t block, flo
 }
 
 template <class Format>
-void run(Rows rows, int64_t num_rows, const Weight& w, void* out, int64_t threads) {
+void run(Rows rows, int64_t num_rows, const Weight& w, const Outputs& out, int64_t threads) {
     const int64_t blocks = (w.num_outputs + COLUMNS - 1) / COLUMNS;
     const int64_t row_blocks = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     parallel_items(row_blocks * blocks, threads, 1, [&](int64_t item) {
         alignas(64) float sums[TILE_ROWS * COLUMNS];
-        const int64_t block = item % blocks, column = block * COLUMNS;
-        const int64_t width = std::min<int64_t>(COLUMNS, w.num_outputs - column);
-        const int64_t end = std::min(num_rows, (item / blocks + 1) * BLOCK_ROWS);
+        const int64_t block = item % blocks, end = std::min(num_rows, (item / blocks + 1) * BLOCK_ROWS);
         for (int64_t row = item / blocks * BLOCK_ROWS; row < end; row += TILE_ROWS) {
             const int64_t count = std::min<int64_t>(TILE_ROWS, end - row);
             Rows from = {rows.bytes + row * w.padded_inputs(), rows.scales + row * w.num_groups};
             multiply_rows(count, from, w, block, sums);
-            for (int64_t r = 0; r < count; r++) {
-                if (w.bias)
-                    for (int64_t c = 0; c < width; c++) sums[r * COLUMNS + c] += w.bias[column + c];
-                auto to = static_cast<typename Format::Storage*>(out) + (row + r) * w.num_outputs + column;
-                store_row<Format>(sums + r * COLUMNS, to, width);
-            }
+            finish_rows<Format>(sums, count, out, block, row);
         }
     });
 }

@@ -43,47 +43,23 @@ ElementRows<typename Products::Element> lay_out_rows(const void* x, int64_t num_
     return {rows, stride};
 }
 
-// sums: [PANEL], of which `width` are outputs, from output `column` on.
-template <class Format>
-inline void finish_row(float* sums, const float* bias, int64_t width, typename Format::Storage* to) {
-    if (bias)
-        for (int64_t c = 0; c < width; c++) sums[c] += bias[c];
-#if defined(BATCHINFER_BF16_PANELS)
-    if constexpr (std::is_same<Format, Bf16>::value) {
-        if (width == PANEL) {
-            auto low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
-            return _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-        }
-    }
-#endif
-    store_row<Format>(sums, to, width);
-}
-
-template <class Format>
-void finish_rows(float* sums, int64_t rows, const Packed& w, int64_t block, void* out, int64_t first_row) {
-    const int64_t column = block * PANEL, width = std::min<int64_t>(PANEL, w.num_outputs - column);
-    auto to = static_cast<typename Format::Storage*>(out) + first_row * w.num_outputs + column;
-    for (int64_t r = 0; r < rows; r++)
-        finish_row<Format>(sums + r * PANEL, w.bias ? w.bias + column : nullptr, width, to + r * w.num_outputs);
-}
-
 // Few rows: each number of the weight is unpacked where it is multiplied.
 template <class Products, class Format>
-void run_fused(ElementRows<typename Products::Element> rows, int64_t num_rows, const Packed& w, void* out,
-               int64_t threads) {
+void run_fused(ElementRows<typename Products::Element> rows, int64_t num_rows, const Packed& w,
+               const Outputs& out, int64_t threads) {
     parallel_items(w.blocks(), threads, 4, [&](int64_t block) {
         alignas(64) float sums[Products::TILE_ROWS * PANEL];
         with_count<Products::FUSED_ROWS>(num_rows, [&](auto count) {
             Products::template multiply_fused<decltype(count)::value>(rows, w, block, sums);
         });
-        finish_rows<Format>(sums, num_rows, w, block, out, 0);
+        finish_rows<Format>(sums, num_rows, out, block, 0);
     });
 }
 
 // Many rows: a block is unpacked once into a panel that stays in the caches.
 template <class Products, class Format>
-void run_panels(ElementRows<typename Products::Element> rows, int64_t num_rows, const Packed& w, void* out,
-                int64_t threads) {
+void run_panels(ElementRows<typename Products::Element> rows, int64_t num_rows, const Packed& w,
+                const Outputs& out, int64_t threads) {
     using Element = typename Products::Element;
     const int64_t elements = STEP * w.steps / Products::PER_ELEMENT, blocks = w.blocks();
     const int64_t row_blocks = (num_rows + PANEL_ROWS - 1) / PANEL_ROWS;
@@ -98,13 +74,14 @@ void run_panels(ElementRows<typename Products::Element> rows, int64_t num_rows, 
                 Products::template multiply<decltype(rows_at_once)::value>({rows.data + row * rows.stride, rows.stride},
                                                                            panel, elements, sums);
             });
-            finish_rows<Format>(sums, count, w, block, out, row);
+            finish_rows<Format>(sums, count, out, block, row);
         }
     });
 }
 
 template <class Products>
-void run_packed(const void* x, int64_t num_rows, const Packed& w, void* out, int64_t out_format, int64_t threads) {
+void run_packed(const void* x, int64_t num_rows, const Packed& w, const Outputs& out, int64_t out_format,
+                int64_t threads) {
     if (num_rows == 0) return;
     auto rows = lay_out_rows<Products>(x, num_rows, w, threads);
     with_float_format(out_format, [&](auto f) {

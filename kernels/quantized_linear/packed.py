@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
+from batchinfer.kernels.quantized_linear.weight import COLUMNS, can_pair, pair_halves, part_halves
 from torch import Tensor
 
-COLUMNS = 32  # outputs in a block
 STEP = 4  # inputs that are unpacked at once; groups are filled up to whole steps
 
 
@@ -37,6 +37,8 @@ class PackedWeight:
 
     inputs: int32 [STEP * steps], which input a column meets and -1 where it is filling; None where they follow each
     other and none is filled up.
+
+    is_paired: the blocks hold the outputs in the order of pair_halves.
     """
 
     kind: Kind
@@ -47,6 +49,7 @@ class PackedWeight:
     inputs: Tensor | None
     num_outputs: int
     num_inputs: int
+    is_paired: bool
 
     @property
     def nbytes(self) -> int:
@@ -57,12 +60,13 @@ class PackedWeight:
         return 0
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[num_outputs, num_inputs], computed in float32 and rounded once."""
+        """[num_outputs, num_inputs] in the order of both, computed in float32 and rounded once."""
         columns = self._numbers()
         if self.parameters is not None:
             scales, shifts = (self._by_column(i, columns.shape[1]) for i in range(2))
             columns = columns * scales + shifts if self.has_offsets else (columns - shifts) * scales
         columns = columns[: self.num_outputs].to(dtype)
+        columns = part_halves(columns) if self.is_paired else columns
         if self.inputs is None:
             return columns
         out = torch.empty(self.num_outputs, self.num_inputs, dtype=dtype, device=columns.device)
@@ -87,10 +91,11 @@ class PackedWeight:
         return groups.repeat_interleave(STEP * self.group_steps, dim=1)[:, :num_columns]
 
 
-def pack_weight(weight: IntegerWeight | Fp8Weight | Tensor) -> PackedWeight:
+def pack_weight(weight: IntegerWeight | Fp8Weight | Tensor, is_gated: bool = False) -> PackedWeight:
     """See the package's `pack_weight`."""
+    is_paired = is_gated and can_pair(weight.shape[0])
     if isinstance(weight, Tensor):
-        return _pack_bf16(weight)
+        return _pack_bf16(weight, is_paired)
     if isinstance(weight, IntegerWeight):
         values, group_size, permutation = weight.values, weight.group_size, weight.permutation
         kind = Kind.INT4 if weight.bits <= 4 else Kind.UINT8
@@ -98,29 +103,33 @@ def pack_weight(weight: IntegerWeight | Fp8Weight | Tensor) -> PackedWeight:
     else:
         values, group_size, permutation = weight.values.view(torch.uint8), weight.block[1], None
         kind, scales, shifts = Kind.E4M3, weight.row_scales(), None
+    shifts = torch.zeros_like(scales) if shifts is None else shifts
+    if is_paired:
+        values, scales, shifts = pair_halves(values), pair_halves(scales), pair_halves(shifts)
     num_outputs, num_inputs = values.shape
     columns = _columns(num_inputs, group_size, values.device)
     filled = _fill(values, columns)
     return PackedWeight(
         kind,
         _pack_nibbles(filled) if kind == Kind.INT4 else _pair_inputs(filled).flatten(2),
-        _pack_parameters(scales, torch.zeros_like(scales) if shifts is None else shifts),
+        _pack_parameters(scales, shifts),
         isinstance(weight, IntegerWeight) and weight.offsets is not None,
         -(-group_size // STEP),
         _input_of_column(columns, num_inputs, permutation),
         num_outputs,
         num_inputs,
+        is_paired,
     )
 
 
-def _pack_bf16(weight: Tensor) -> PackedWeight:
+def _pack_bf16(weight: Tensor, is_paired: bool) -> PackedWeight:
     if weight.dtype != torch.bfloat16 or weight.ndim != 2:
         raise ValueError(f"a weight that is not quantised must be bf16 [N, K], not {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
     columns = _columns(num_inputs, num_inputs, weight.device)
-    values = _pair_inputs(_fill(weight, columns))
+    values = _pair_inputs(_fill(pair_halves(weight) if is_paired else weight, columns))
     inputs = _input_of_column(columns, num_inputs, None)
-    return PackedWeight(Kind.BF16, values, None, False, values.shape[1], inputs, num_outputs, num_inputs)
+    return PackedWeight(Kind.BF16, values, None, False, values.shape[1], inputs, num_outputs, num_inputs, is_paired)
 
 
 def _columns(num_inputs: int, group_size: int, device: torch.device) -> Tensor:

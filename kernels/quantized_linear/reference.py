@@ -8,16 +8,18 @@ import torch.nn.functional as F
 from batchinfer.kernels.common.fp8 import decode_finite
 from batchinfer.kernels.quantized_linear.fp8 import encode_rows
 from batchinfer.kernels.quantized_linear.packed import PackedWeight
-from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, ROTATION, QuantizedWeight
+from batchinfer.kernels.quantized_linear.weight import COLUMNS, GROUP, ROTATION, QuantizedWeight, can_pair, pair_halves
 
 ROWS_AT_ONCE = 2048  # bounds the float32 copies while packing; a multiple of COLUMNS
 TINY = 1e-30 / 8  # a group below this is zero, as the inverse of its scale would overflow
 ZERO = 128  # as in int8.h
 
 
-def quantize_weight(weight: torch.Tensor) -> QuantizedWeight:
+def quantize_weight(weight: torch.Tensor, is_gated: bool = False) -> QuantizedWeight:
     """See the package's `quantize_weight`."""
-    packed = QuantizedWeight.empty(*weight.shape, weight.device)
+    is_paired = is_gated and can_pair(len(weight))
+    packed = QuantizedWeight.empty(*weight.shape, weight.device, is_paired)
+    weight = pair_halves(weight) if is_paired else weight
     for first in range(0, len(weight), ROWS_AT_ONCE):
         rows = weight[first : first + ROWS_AT_ONCE]
         values, scales = quantize(F.pad(rows, (0, 0, 0, -len(rows) % COLUMNS)))

@@ -1,14 +1,13 @@
 // What packed_linear's weights look like in memory, and how a block of them becomes numbers.
 #pragma once
 
-#include "../common/native.h"
+#include "outputs.h"
 
 namespace batchinfer {
 
 enum Kind : int64_t { KIND_INT4, KIND_UINT8, KIND_E4M3, KIND_BF16 };  // as in packed.py
 
-constexpr int PANEL = 32;  // outputs in a block of the packed weight
-constexpr int STEP = 4;    // inputs that are unpacked at once
+constexpr int STEP = 4;  // inputs that are unpacked at once
 
 // As PackedWeight in packed.py.
 struct Packed {
@@ -17,7 +16,7 @@ struct Packed {
     const int32_t* inputs;   // [STEP * steps] or null
     const float* bias;       // [num_outputs] or null
     int64_t kind, has_fp32_parameters, has_offsets;
-    int64_t steps, group_steps, num_outputs, num_inputs;
+    int64_t steps, group_steps, num_outputs, num_inputs, is_paired;
 
     int64_t groups() const { return (steps + group_steps - 1) / group_steps; }
     int64_t blocks() const { return (num_outputs + PANEL - 1) / PANEL; }

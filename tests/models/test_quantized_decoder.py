@@ -172,7 +172,7 @@ def test_groups_that_a_gpu_does_not_take_are_refused_in_one_line(tmp_path, monke
     from batchinfer.models import linear
 
     path = written(tmp_path, "fp8-blocks").path
-    monkeypatch.setattr(linear, "pack_weight", gpu_weight.pack_weight)
+    monkeypatch.setattr(linear, "pack_weight", lambda weight, is_gated: gpu_weight.pack_weight(weight))
     with pytest.raises(UsageError) as refused:
         load_decoder(path)
     assert str(refused.value) == (
