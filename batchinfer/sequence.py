@@ -28,6 +28,7 @@ class Sequence:
     first_scheduled_time: float | None = None  # written by the scheduler
 
     status: SequenceStatus = SequenceStatus.WAITING
+    length_class: int = 0  # of scheduling.lengths.OutputLengths; written by the scheduler
     slot: int = -1  # row in the persistent batch while running
     block_table: list[int] = field(default_factory=list)  # written by the scheduler
     num_in_flight_tokens: int = 0  # tokens that steps in flight will sample for one that was preempted

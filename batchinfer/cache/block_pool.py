@@ -2,19 +2,16 @@
 scheduler is its one caller, paged_kv owns the bytes."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 import numpy as np
 import numpy.typing as npt
 
-# Where a block's content hangs: on the block before it, as (block id, generation), or at a sequence's start, as
-# ("domain", domain). The two can never be equal.
-Link = tuple[int, int] | tuple[str, str]
-# A block's whole content: what comes before it and its own int32 token ids.
-BlockKey = tuple[Link, bytes]
+from batchinfer.cache.block_run import BlockKey, BlockRun, Link
 
 TOKEN_BYTES = 4
+_NOTHING = 0  # no content's number
 
 
 class OutOfBlocks(Exception):
@@ -36,9 +33,9 @@ class BlockPool:
     free: the least recently used one is taken once no empty block is left. Never used blocks are handed out in
     ascending order, so that memory is touched only as far as it is needed.
 
-    The index maps a hash of a block's content to the block; what is found is compared whole, token ids and preceding
-    block included, so a collision only costs a hit. A block that is reused or dropped gets a new generation, which
-    makes everything that hung on it unfindable.
+    The index maps a hash of the first block's content to a run of blocks; what is found is compared whole, token ids
+    and preceding content included, so a collision only costs hits. Contents are numbered as they become findable; the
+    number of a content whose block is reused or dropped never comes back, so that nothing that hung on it is found.
 
     hash_function: replaceable so that tests can force collisions.
     """
@@ -55,14 +52,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._block_bytes = block_size * TOKEN_BYTES
         self._hash = hash_function
         self._ref_counts = [0] * num_blocks
-        self._generations = [0] * num_blocks
-        self._keys: list[BlockKey | None] = [None] * num_blocks  # of findable blocks
-        # What the next block hangs on. Differs from the block itself where another block with equal content is the
-        # findable one.
-        self._links: list[Link | None] = [None] * num_blocks
-        self._index: dict[int, int] = {}  # hash of key -> block id
+        self._runs: list[BlockRun | None] = [None] * num_blocks  # of findable blocks
+        # What the next block hangs on: the number of the block's content. Also of a block that is not findable because
+        # another one with equal content is; _NOTHING where the content is not known or not findable.
+        self._numbers = [_NOTHING] * num_blocks
+        self._last_number = _NOTHING
+        self._doubles: dict[int, BlockRun] = {}  # unfindable blocks, by the runs that hold their contents
+        self._index: dict[int, BlockRun] = {}  # by the hash of the key
         self._next_fresh = 0
         self._recycled: list[int] = []  # empty, used before
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -87,6 +86,11 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
+    def shared_among(self, block_ids: Ids[int]) -> list[int]:
+        """Those of the blocks that have several references."""
+        ref_counts = self._ref_counts
+        return [block for block in block_ids if ref_counts[block] > 1]
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks of undefined content, one reference each. Raises OutOfBlocks, taking none."""
         if num_blocks > self.num_free_blocks:
@@ -96,14 +100,39 @@ class BlockPool:
         first = self._next_fresh
         self._next_fresh = min(first + num_blocks - len(blocks), self.num_blocks)
         blocks += range(first, self._next_fresh)
-        while len(blocks) < num_blocks:
-            block, _ = self._cached.popitem(last=False)
+        if len(blocks) < num_blocks:
+            blocks += self._evict(num_blocks - len(blocks))
+        numbers, ref_counts = self._numbers, self._ref_counts
+        for block in blocks:
+            numbers[block] = _NOTHING
+            ref_counts[block] = 1
+        for block in blocks if self._doubles else ():
+            self._doubles.pop(block, None)
+        return blocks
+
+    def _evict(self, num_blocks: int) -> list[int]:
+        """Forgets the least recently used of the cached blocks."""
+        blocks = []
+        for _ in range(num_blocks):
+            block = self._cached.popitem(last=False)[0]
             self._forget(block)
             blocks.append(block)
-        for block in blocks:
-            self._links[block] = None
-            self._ref_counts[block] = 1
         return blocks
+
+    def _forget(self, block: int) -> None:
+        """Makes a findable block unfindable, and what hangs on it."""
+        run = self._runs[block]
+        assert run is not None
+        self._runs[block] = None
+        lost = run.blocks.pop()
+        while lost != block:  # seldom: a run's last blocks are the least recently used ones
+            self._runs[lost], self._numbers[lost] = None, _NOTHING
+            if lost in self._cached:
+                del self._cached[lost]
+                self._recycled.append(lost)
+            lost = run.blocks.pop()
+        if not run.blocks:
+            del self._index[run.hashed]
 
     def free(self, block_ids: Ids[int]) -> None:
         """Gives back one reference to each block; findable ones stay so until they are reallocated.
@@ -111,31 +140,34 @@ class BlockPool:
         The last blocks become the least recently used ones, because a prefix is of no use without its beginning.
         Raises ValueError for a block that is not referenced.
         """
+        ref_counts, runs, cached = self._ref_counts, self._runs, self._cached
         for block in reversed(block_ids):
-            count = self._ref_counts[block] - 1
+            count = ref_counts[block] - 1
             if count < 0:
                 raise ValueError(f"KV block {block} freed more often than it was taken")
-            self._ref_counts[block] = count
+            ref_counts[block] = count
             if count == 0:
-                if self._keys[block] is None:
+                if runs[block] is None:
                     self._recycled.append(block)
                 else:
-                    self._cached[block] = None
+                    cached[block] = None
 
     def match_prefix(self, token_ids: npt.NDArray[np.int32], domain: str = "") -> list[int]:
         """The blocks that hold the longest known beginning of `token_ids`, whole blocks only. Takes a reference to
         each."""
         if not self.enable_prefix_caching:
             return []
-        found: list[int] = []
-        link: Link = ("domain", domain)
-        for tokens in self._split(token_ids, len(token_ids)):
-            block = self._find((link, tokens))
-            if block is None:
-                break
-            self._reference(block)
-            found.append(block)
-            link = (block, self._generations[block])
+        data, found = self._bytes_of_full_blocks(token_ids), list[int]()
+        link: Link = domain
+        while (run := self._find(link, data, len(found))) is not None:
+            count = run.num_common(0, data, len(found))
+            found += run.blocks[:count]
+            link = run.number + count - 1
+        ref_counts = self._ref_counts
+        for block in found:
+            if ref_counts[block] == 0:
+                del self._cached[block]
+            ref_counts[block] += 1
         return found
 
     def register(
@@ -154,56 +186,75 @@ class BlockPool:
         """
         if not self.enable_prefix_caching:
             return
-        link: Link | None = ("domain", domain) if parent is None else self._links[parent]
-        for block, tokens in zip(block_ids, self._split(token_ids, num_tokens), strict=False):
-            if link is None:
-                return
-            link = self._register_block(block, (link, tokens))
+        data, start = self._bytes_of_full_blocks(token_ids[:num_tokens]), 0
+        blocks, link = list(block_ids[: len(data) // self._block_bytes]), domain if parent is None else _NOTHING
+        if parent is not None and (home := self._home(parent)) is not None:
+            link = self._numbers[parent]
+            start = self._double(home, link - home.number + 1, data, 0, blocks)
+            link += start
+        while start < len(blocks) and link != _NOTHING:
+            key = (link, self._piece(data, start))
+            hashed = self._hash(key)
+            run = self._index.get(hashed)
+            if run is None:
+                return self._add_run(key, hashed, blocks[start:], data[start * self._block_bytes :])
+            if run.key != key:
+                return  # the hashes collide
+            count = self._double(run, 0, data, start, blocks)
+            start += count
+            link = run.number + count - 1
 
-    def _register_block(self, block: int, key: BlockKey) -> Link | None:
-        """Returns what the next block hangs on; None where a colliding hash leaves this one unfindable."""
-        hashed = self._hash(key)
-        holder = self._index.setdefault(hashed, block)
-        if holder == block:
-            self._keys[block] = key
-        elif self._keys[holder] != key:
-            return None
-        self._links[block] = link = (holder, self._generations[holder])
-        return link
+    def _home(self, block: int) -> BlockRun | None:
+        """The run that holds the content of a block; None where it is not known or not findable."""
+        run = self._runs[block] or self._doubles.get(block)
+        is_held = run is not None and run.number <= self._numbers[block] < run.number + len(run.blocks)
+        return run if is_held else None
+
+    def _double(self, run: BlockRun, place: int, data: bytes, start: int, blocks: list[int]) -> int:
+        """Lets blocks from `start` on lead on to those of a run from `place` on, as far as their contents are equal.
+        Returns how many are."""
+        count = run.num_common(place, data, start)
+        for number, block in enumerate(blocks[start : start + count], run.number + place):
+            self._numbers[block] = number
+            if self._runs[block] is None:
+                self._doubles[block] = run
+        return count
+
+    def _add_run(self, key: BlockKey, hashed: int, blocks: list[int], data: bytes) -> None:
+        number = self._last_number + 1
+        self._last_number += len(blocks)
+        run = self._index[hashed] = BlockRun(key, hashed, number, blocks, data, self._block_bytes)
+        runs, numbers = self._runs, self._numbers
+        for block in blocks:
+            runs[block] = run
+            numbers[block] = number
+            number += 1
 
     def drop(self, block_ids: Ids[int]) -> None:
         """Forgets what the blocks hold, and with them all that hangs on them; references stay as they are."""
         for block in block_ids:
-            self._links[block] = None
-            if self._keys[block] is None:
+            self._numbers[block] = _NOTHING
+            if self._runs[block] is None:
                 continue
             self._forget(block)
             if block in self._cached:
                 del self._cached[block]
                 self._recycled.append(block)
 
-    def _forget(self, block: int) -> None:
-        key = self._keys[block]
-        assert key is not None
-        del self._index[self._hash(key)]
-        self._keys[block] = None
-        self._generations[block] += 1
+    def _find(self, link: Link, data: bytes, start: int) -> BlockRun | None:
+        """The run that holds, after `link`, the content of block `start` of data."""
+        if (start + 1) * self._block_bytes > len(data):
+            return None
+        key = (link, self._piece(data, start))
+        run = self._index.get(self._hash(key))
+        return run if run is not None and run.key == key else None
 
-    def _find(self, key: BlockKey) -> int | None:
-        block = self._index.get(self._hash(key))
-        return block if block is not None and self._keys[block] == key else None
+    def _piece(self, data: bytes, place: int) -> bytes:
+        return data[place * self._block_bytes : (place + 1) * self._block_bytes]
 
-    def _reference(self, block: int) -> None:
-        if self._ref_counts[block] == 0:
-            del self._cached[block]
-        self._ref_counts[block] += 1
-
-    def _split(self, token_ids: npt.NDArray[np.int32], num_tokens: int) -> Iterator[bytes]:
-        """The token ids of each full block."""
-        size = self.block_size * TOKEN_BYTES
-        data = np.ascontiguousarray(token_ids[:num_tokens], dtype=np.int32).tobytes()
-        for at in range(0, len(data) - size + 1, size):
-            yield data[at : at + size]
+    def _bytes_of_full_blocks(self, token_ids: npt.NDArray[np.int32]) -> bytes:
+        count = len(token_ids) // self.block_size * self.block_size
+        return np.ascontiguousarray(token_ids[:count], np.int32).tobytes()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each block is in exactly one state (empty + cached + used == num_blocks) and the
@@ -216,8 +267,14 @@ class BlockPool:
         if sorted(b for blocks in states.values() for b in blocks) != list(range(self.num_blocks)):
             sizes = ", ".join(f"{len(blocks)} {state}" for state, blocks in states.items())
             raise RuntimeError(f"KV block pool of {self.num_blocks} blocks is inconsistent: {sizes}")
-        findable = {block: self._hash(key) for block, key in enumerate(self._keys) if key is not None}
-        if {block: hashed for hashed, block in self._index.items()} != findable:
+        states_of = zip(self._runs, self._numbers, strict=True)
+        findable = {block: (run.hashed, number) for block, (run, number) in enumerate(states_of) if run is not None}
+        indexed = {
+            block: (hashed, run.number + place)
+            for hashed, run in self._index.items()
+            for place, block in enumerate(run.blocks)
+        }
+        if indexed != findable:
             raise RuntimeError("the prefix index disagrees with the blocks' contents")
         if any(b in findable for b in states["empty"]) or any(b not in findable for b in states["cached"]):
             raise RuntimeError("an empty KV block is findable, or a cached one is not")

@@ -31,7 +31,7 @@ def trace_faults(
     A source's earlier blocks are dropped too, though its own steps over them were finite: an infinite key hides behind
     a score of minus infinity until some query meets it with the other sign.
     """
-    sequences = table.sequences_in(step.output.slots)
+    sequences = table.sequences_in(step.slots)
     entries = [i for i in np.flatnonzero(~is_finite).tolist() if sequences[i] not in step.cancelled]
     written = _written_blocks(step, entries, table.block_size)
     poison = {b for slot, (first, stop) in written.items() for b in table.block_tables[slot][first:stop]}
@@ -39,7 +39,7 @@ def trace_faults(
     reading_slots = _reading_slots(table, poison, written) if shared else []
     spoilt = [b for slot in written for b in table.block_tables[slot] if slot not in reading_slots]
     sources = [sequences[i] for i in entries if int(step.output.slots[i]) not in reading_slots]
-    readers = [s for slot in reading_slots if (s := table.sequences[slot]) is not None]
+    readers = [table.sequence_in(slot) for slot in reading_slots]
     return FaultTrace(sources, readers, spoilt)
 
 

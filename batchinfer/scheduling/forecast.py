@@ -10,7 +10,7 @@ from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.scheduling.admission import Admission, Greedy, Reservation, TokenIds, cached_blocks
 from batchinfer.scheduling.lengths import OutputLengths
-from batchinfer.scheduling.running_table import RunningTable
+from batchinfer.scheduling.running_table import RunningTable, num_tokens_to_compute
 from batchinfer.scheduling.usage import Growing, IntArray, Room
 from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence
@@ -77,7 +77,7 @@ class Forecast:
         num_shared = len(cached) - (pool.num_used_blocks - num_used)
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
         fits = num_new <= pool.num_free_blocks
-        if fits and not is_alone:
+        if fits and not is_alone and not self._fits_anyway(sequence):
             owners = self._table.owners(cached) if num_shared else []
             outlook = self._outlook_for(sequence, num_used, owners)
             fits = self._fits(outlook, len(token_ids), outlook.growth[sequence], num_shared)
@@ -95,9 +95,7 @@ class Forecast:
         slots = table.in_admission_order()[::-1]
         own = table.num_own[slots]
         lost = table.computed[slots] - (table.num_blocks[slots] - own) * table.block_size
-        sequence = table.sequences[int(slots[np.argmin(np.where(own > 0, lost, _NEVER))])]
-        assert sequence is not None
-        return sequence
+        return table.sequence_in(int(slots[np.argmin(np.where(own > 0, lost, _NEVER))]))
 
     @property
     def caution(self) -> float:
@@ -105,6 +103,12 @@ class Forecast:
         aimed = _AIMED_SHARE * _PRIOR_TOKENS
         share = (self._table.num_recomputed + aimed) / (self._table.num_computed + _PRIOR_TOKENS)
         return min(_LEAST_CAUTION * max(1.0, share / _AIMED_SHARE), _MOST_CAUTION)
+
+    def _fits_anyway(self, sequence: Sequence) -> bool:
+        """Whether there is room for all that is allowed, so that nothing need be forecast. Once something was forecast
+        in a step, that goes on, as it counts what has joined."""
+        most = self._table.most_blocks + self._pool.num_blocks_for(num_tokens_to_compute(sequence))
+        return self._outlook is None and most <= self._pool.num_blocks
 
     def _fits(self, outlook: _Outlook, num_tokens: int, growth: int, num_shared: int) -> bool:
         """Whether a candidate fits beside the running ones and those that have joined; then it has joined, too."""
@@ -121,7 +125,7 @@ class Forecast:
         size = self._pool.block_size
         growing = Growing(*outlook.running, size)
         ends = np.fromiter(outlook.growth.values(), np.int64, len(outlook.growth))
-        moments = np.sort(np.concatenate([outlook.running[1], ends]))
+        moments = np.unique(np.concatenate([outlook.running[1], ends]))
         usage = growing.usage(moments)
         margin = self.caution * growing.spread(usage, outlook.uncertain, self._lengths.num_ended)
         room = Room(moments, outlook.num_available - usage.blocks - margin, size)
@@ -161,18 +165,24 @@ class Forecast:
         """Tokens by which running sequences and then candidates are expected to grow, and whether it is an earlier run
         that tells so."""
         table = self._table
-        requests = [candidate.request for candidate in candidates]
-        of_candidates = [-1 if request.expected_tokens is None else request.expected_tokens for request in requests]
-        classes = np.concatenate([table.length_class[slots], [self._lengths.class_of(request) for request in requests]])
-        generated = np.concatenate([table.num_generated(slots), [len(c.output_token_ids) for c in candidates]])
-        limits = np.concatenate([table.max_tokens[slots], [request.max_tokens for request in requests]])
+        of_candidates = np.array([_length_facts(candidate) for candidate in candidates], np.int64).reshape(-1, 4)
+        of_running = (table.length_class, table.max_tokens, table.expected_tokens)
+        facts = [np.concatenate(pair) for pair in zip([f[slots] for f in of_running], of_candidates.T[:3], strict=True)]
+        classes, limits, told = facts
+        generated = np.concatenate([table.num_generated(slots), of_candidates[:, 3]])
         levels = np.concatenate([table.level[slots], table.next_levels(len(candidates))])
-        told = np.concatenate([table.expected_tokens[slots], of_candidates])
         num_beyond = int(((told >= 0) & (generated > told)).sum())
         is_told = (told > generated) & self._lengths.believes_earlier_runs(num_beyond)
         learnt = self._lengths.remaining(classes, generated, limits, levels)
         remaining = np.where(is_told, told - generated, learnt)
         return np.maximum(remaining - 1, 0), is_told  # the last token is an answer, never an input
+
+
+def _length_facts(candidate: Sequence) -> tuple[int, int, int, int]:
+    """Its class, max_tokens, what an earlier run tells (or -1), and tokens that it has generated."""
+    request = candidate.request
+    told = -1 if request.expected_tokens is None else request.expected_tokens
+    return candidate.length_class, request.max_tokens, told, len(candidate.output_token_ids)
 
 
 def admission_rule(

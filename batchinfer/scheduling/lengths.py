@@ -23,6 +23,8 @@ _NEVER = 1e3  # a cumulative hazard that no draw reaches
 _EDGES = np.unique(np.ceil(2.0 ** (np.arange(0, 22 * 4) / 4))).astype(np.float64)
 _EDGES = np.concatenate([[0.0], _EDGES])
 _WIDTHS = np.diff(_EDGES)
+_LOOKED_UP = 1 << 16  # lengths below this are found in a table
+_BIN_OF = np.searchsorted(_EDGES, np.arange(_LOOKED_UP), side="right") - 1
 
 
 class OutputLengths:
@@ -115,7 +117,7 @@ class OutputLengths:
         """Mean length of the answers to requests that have not begun [num_requests]."""
         classes = np.array([self.class_of(request) for request in requests], np.int64)
         classes = np.minimum(classes, len(self._mean) - 1)
-        learnt = self._at(self._mean, classes, np.array([request.max_tokens for request in requests], np.float64))
+        learnt = self._at(self._mean, classes, np.array([request.max_tokens for request in requests], np.int64))
         told = np.array([-1 if r.expected_tokens is None else r.expected_tokens for r in requests], np.float64)
         learnt[told >= 0] = told[told >= 0]
         return learnt
@@ -125,26 +127,30 @@ class OutputLengths:
         answers which came so far exceeds, at least one more where it may have one. levels: above 0, below 1; even
         levels over several answers give a set as it will typically be, long and short ones."""
         classes = np.minimum(classes, len(self._hazard) - 1)
-        target = self._at(self._hazard, classes, num_tokens.astype(np.float64)) - np.log(levels)
-        width = len(_EDGES)
-        found = np.searchsorted(self._rising, target + _NEVER * classes) - width * classes
-        upper = np.clip(found, 1, width - 1)
-        low, high = self._hazard[classes, upper - 1], self._hazard[classes, upper]
+        target = self._at(self._hazard, classes, num_tokens) - np.log(levels)
+        width, hazard = len(_EDGES), self._hazard.ravel()
+        first = width * classes
+        found = np.searchsorted(self._rising, target + _NEVER * classes) - first
+        upper = np.minimum(np.maximum(found, 1), width - 1)
+        low, high = hazard[first + upper - 1], hazard[first + upper]
         share = (target - low) / np.maximum(high - low, 1e-12)
         length = np.where(found < width, _EDGES[upper - 1] + share * _WIDTHS[upper - 1], np.inf)
         length = np.minimum(np.maximum(np.ceil(length), num_tokens + 1), max_tokens)
         return np.maximum(length - num_tokens, 0).astype(np.int64)
 
-    def _at(self, curves: FloatArray, classes: IntArray, lengths: FloatArray) -> FloatArray:
+    def _at(self, curves: FloatArray, classes: IntArray, lengths: IntArray) -> FloatArray:
         """The curves of the classes between their edges."""
         bins = _bins(lengths)
         share = (lengths - _EDGES[bins]) / _WIDTHS[bins]
-        low: FloatArray = curves[classes, bins]
-        return low + share * (curves[classes, bins + 1] - low)
+        places, flat = len(_EDGES) * classes + bins, curves.ravel()
+        low: FloatArray = flat[places]
+        return low + share * (flat[places + 1] - low)
 
 
-def _bins(lengths: npt.NDArray[np.generic]) -> IntArray:
+def _bins(lengths: IntArray) -> IntArray:
     """The bin in which the token after each length falls."""
+    if lengths.max(initial=0) < _LOOKED_UP:
+        return _BIN_OF[lengths]
     return np.minimum(np.searchsorted(_EDGES, lengths, side="right") - 1, len(_WIDTHS) - 1)
 
 

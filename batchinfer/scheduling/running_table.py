@@ -3,7 +3,7 @@ few vector operations whatever the number of sequences. Owned by the scheduler."
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +37,8 @@ class RunningTable:
 
     def __init__(self, max_num_seqs: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
-        self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.sequences = np.full(max_num_seqs, None, np.object_)  # each a Sequence or None
+        self.outputs = np.full(max_num_seqs, None, np.object_)  # the lists of their confirmed tokens
         self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.known = np.zeros(max_num_seqs, np.int64)  # prompt and confirmed tokens
         self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
@@ -57,10 +58,14 @@ class RunningTable:
         self.num_computed = 0  # tokens of all steps so far
         self.num_recomputed = 0  # of them, those that preempted sequences had computed before
         self.num_changes = 0  # sequences placed and vacated so far
+        self.most_blocks = 0  # that running sequences will ever hold, if they share none
         self._num_placed = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._admitted: dict[int, None] = {}  # running slots in the order of admission
-        self._order: IntArray | None = None  # the same as an array, until it changes
+        self._order = np.zeros(0, np.int64)  # the same as an array, but for what has come and gone since it was made:
+        self._come: dict[int, None] = {}
+        self._gone: list[int] = []
+        self._is_gone = np.zeros(max_num_seqs, np.bool_)  # all False, between two uses
 
     @property
     def num_running(self) -> int:
@@ -81,23 +86,23 @@ class RunningTable:
         count: int,
         step_id: int,
         shared_blocks: list[int],
-        length_class: int,
     ) -> int:
         """Gives a sequence that holds its blocks a slot; a step computes `count` tokens after the cached ones.
         shared_blocks: those of them that others hold, too."""
         slot = self._free_slots.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
+        self.outputs[slot] = sequence.output_token_ids
         self.block_tables[slot] = sequence.block_table
         self.known[slot] = sequence.num_confirmed_tokens
         self.in_flight[slot] = 0
         self.computed[slot] = num_cached_tokens + count
-        self.limit[slot] = num_tokens_to_compute(sequence)
+        self.limit[slot] = limit = num_tokens_to_compute(sequence)
         self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.max_tokens[slot] = sequence.request.max_tokens
         told = sequence.request.expected_tokens
         self.expected_tokens[slot] = -1 if told is None else told
-        self.length_class[slot] = length_class
+        self.length_class[slot] = sequence.length_class
         self.level[slot] = _level(self._num_placed + 1)
         self.scores_only[slot] = sequence.request.max_tokens == 0
         self.num_blocks[slot] = len(sequence.block_table)
@@ -106,10 +111,10 @@ class RunningTable:
         self.last_step[slot] = step_id
         self.num_computed += count
         self.num_recomputed += min(count, max(0, sequence.num_lost_tokens - num_cached_tokens))
+        self.most_blocks += -(-limit // self.block_size)
         self._num_placed += 1
         self.num_changes += 1
-        self._admitted[slot] = None
-        self._order = None
+        self._admitted[slot] = self._come[slot] = None
         return slot
 
     def _own_all_but(self, slot: int, shared_blocks: list[int]) -> None:
@@ -128,26 +133,34 @@ class RunningTable:
     def vacate(self, slot: int) -> None:
         """The slot's sequence runs no more; the slot retires."""
         self.num_changes += 1
+        self.most_blocks -= -(-int(self.limit[slot]) // self.block_size)
         del self._admitted[slot]
-        self._order = None
+        if slot in self._come:
+            del self._come[slot]
+        else:
+            self._gone.append(slot)
 
     def free(self, slot: int) -> list[int]:
         """Makes a retired slot free again and returns its blocks."""
         blocks = self.block_tables[slot]
-        self.sequences[slot] = None
+        self.sequences[slot] = self.outputs[slot] = None
         self.block_tables[slot] = []
         self._free_slots.append(slot)
         return blocks
 
     def in_admission_order(self) -> IntArray:
-        if self._order is None:
-            self._order = np.fromiter(self._admitted, np.int64, len(self._admitted))
+        if self._gone:
+            self._is_gone[self._gone] = True
+            self._order = self._order[~self._is_gone[self._order]]
+            self._is_gone[self._gone] = False
+            self._gone.clear()
+        if self._come:
+            self._order = np.concatenate([self._order, np.fromiter(self._come, np.int64, len(self._come))])
+            self._come.clear()
         return self._order
 
     def last_admitted(self) -> Sequence:
-        sequence = self.sequences[next(reversed(self._admitted))]
-        assert sequence is not None
-        return sequence
+        return self.sequence_in(next(reversed(self._admitted)))
 
     def num_generated(self, slots: IntArray) -> IntArray:
         """Tokens of the answers, those in flight included."""
@@ -158,16 +171,25 @@ class RunningTable:
         slots = self.in_admission_order()
         lengths.update(self.length_class[slots], self.num_generated(slots))
 
+    def sequence_in(self, slot: int) -> Sequence:
+        """slot: not free."""
+        sequence: Sequence = self.sequences[slot]
+        return sequence
+
     def sequences_in(self, slots: npt.NDArray[np.integer]) -> list[Sequence]:
         """slots: none of them free."""
-        return list(map(cast(list[Sequence], self.sequences).__getitem__, slots.tolist()))
+        sequences: list[Sequence] = self.sequences[slots].tolist()
+        return sequences
 
     def plan(self, budget: int) -> tuple[IntArray, IntArray]:
         """Slots and token counts that use up to `budget` tokens: first those with one token to compute, then longer
         chunks, each in the order of admission."""
         order = self.in_admission_order()
         pending = np.minimum(self.known[order] + self.in_flight[order], self.limit[order]) - self.computed[order]
-        single, several = pending == 1, pending > 1
+        single = pending == 1
+        if len(order) <= budget and single.all():
+            return order, pending
+        several = pending > 1
         slots = np.concatenate([order[single], order[several]])
         pending = np.concatenate([pending[single], pending[several]])
         counts = np.minimum(pending, budget - (np.cumsum(pending) - pending))
@@ -181,11 +203,12 @@ class RunningTable:
 
     def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Hands out `blocks`, missing[i] of them to slots[i]; returns (slot, block ids) where there are any."""
+        lacking = np.flatnonzero(missing)
+        slots, missing = slots[lacking], missing[lacking]
         self.num_blocks[slots] += missing
         self.num_own[slots] += missing
         self._owner[blocks] = np.repeat(slots, missing)
-        lacking = np.flatnonzero(missing)
-        receivers, stops = slots[lacking].tolist(), np.cumsum(missing[lacking]).tolist()
+        receivers, stops = slots.tolist(), np.cumsum(missing).tolist()
         pieces: Iterable[tuple[int, ...]] = zip(blocks, strict=True)
         if len(blocks) > len(receivers):
             pieces = (tuple(blocks[start:stop]) for start, stop in pairwise([0, *stops]))
@@ -209,7 +232,7 @@ class RunningTable:
         self.in_flight[slots] += samples
         return samples, complete & scores_only
 
-    def confirm(self, slots: npt.NDArray[np.integer]) -> None:
+    def confirm(self, slots: IntArray) -> None:
         """One token in flight of each slot has become known."""
         self.known[slots] += 1
         self.in_flight[slots] -= 1

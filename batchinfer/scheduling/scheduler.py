@@ -91,6 +91,7 @@ class Scheduler:
                 f"request {sequence.request.id}: {sequence.max_num_tokens} tokens need {needed} KV blocks of "
                 f"{self._block_size}, the cache has {self._pool.num_blocks}"
             )
+        sequence.length_class = self._lengths.class_of(sequence.request)
         self._waiting.append(sequence)
 
     def schedule(self) -> SchedulerOutput | None:
@@ -164,9 +165,8 @@ class Scheduler:
             sequence.first_scheduled_time = self._clock()
             sequence.num_cached_tokens = num_cached_tokens
         sequence.status = SequenceStatus.RUNNING
-        shared = [block for block in blocks[:num_cached_blocks] if self._pool.ref_count(block) > 1]
-        length_class = self._lengths.class_of(sequence.request)
-        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, shared, length_class)
+        shared = self._pool.shared_among(blocks[:num_cached_blocks])
+        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, shared)
         self._register_full_blocks(slot)
         return StartedSequence(slot, sequence.request, token_ids, tuple(blocks), num_cached_tokens), count
 
@@ -189,7 +189,7 @@ class Scheduler:
             num_computed_tokens=(stops - counts).astype(np.int32),
             samples=samples,
         )
-        self._steps.append(StepInFlight(output, samples | scored))
+        self._steps.append(StepInFlight(output, slots, samples | scored))
         self._released_slots.clear()
         self._next_step_id += 1
         return output
@@ -201,12 +201,11 @@ class Scheduler:
         step = self._steps[0] if self._steps else None
         if step is None or step.output.step_id != output.step_id or result.step_id != output.step_id:
             raise ValueError(f"step {output.step_id} with the result of {result.step_id} is not the oldest in flight")
-        if (result.token_ids[step.output.samples & result.is_finite] < 0).any():
+        if ((result.token_ids < 0) & step.output.samples & result.is_finite).any():
             raise ValueError(f"step {output.step_id}: the result lacks a token that was to be sampled")
         faulty = [] if result.is_finite.all() else self._contain_faults(step, result)
-        sequences = self._table.sequences_in(step.output.slots)
-        sampled = step.take_tokens(sequences, result.token_ids.tolist())
-        self._table.confirm(step.output.slots[step.output.samples])
+        sampled = step.take_tokens(self._table, result.token_ids)
+        self._table.confirm(step.slots[step.output.samples])
         self._steps.popleft()
         self._last_committed = output.step_id
         retiring, self._retiring = self._retiring, []
@@ -238,8 +237,8 @@ class Scheduler:
         """Ends a waiting or running sequence with its answer. Raises ValueError where it has ended already."""
         request, num_tokens = sequence.request, len(sequence.output_token_ids)
         self._end(sequence)
-        length_class, is_cut = self._lengths.class_of(request), num_tokens >= request.max_tokens
-        self._lengths.add(length_class, num_tokens, is_cut, request.expected_tokens)
+        is_cut = num_tokens >= request.max_tokens
+        self._lengths.add(sequence.length_class, num_tokens, is_cut, request.expected_tokens)
         sequence.finish_reason = reason
         sequence.stop_reason = stop_reason
 
@@ -271,7 +270,7 @@ class Scheduler:
         if shares_blocks:
             self._register_full_blocks(slot)
         for step in self._steps:
-            step.departed.add(sequence)
+            step.departed[sequence] = slot
         self._table.vacate(slot)
         sequence.slot = -1
         sequence.block_table = []
@@ -290,8 +289,7 @@ class Scheduler:
             return
         first, stop = self._table.take_full_blocks(slot)
         if first < stop:
-            sequence, blocks, size = self._table.sequences[slot], self._table.block_tables[slot], self._block_size
-            assert sequence is not None
+            sequence, blocks, size = self._table.sequence_in(slot), self._table.block_tables[slot], self._block_size
             tokens = token_slice(sequence, first * size, stop * size)
             parent = blocks[first - 1] if first else None
             self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)

@@ -1,12 +1,13 @@
 """What the scheduler remembers of a step in flight, and what a committed step tells the engine."""
 
+from collections import deque
 from dataclasses import dataclass, field
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from batchinfer.scheduler_output import SchedulerOutput
+from batchinfer.scheduling.running_table import RunningTable
 from batchinfer.sequence import Sequence, SequenceStatus
 
 
@@ -15,27 +16,35 @@ class StepInFlight:
     """A step between schedule and commit; entries stand in batch order."""
 
     output: SchedulerOutput
+    slots: npt.NDArray[np.int64]  # of the entries
     reports: npt.NDArray[np.bool_]  # the entry brings a token, or completes a prompt that is only scored
-    departed: set[Sequence] = field(default_factory=set)  # have left their slots since
+    departed: dict[Sequence, int] = field(default_factory=dict)  # have left their slots since, with these
     cancelled: set[Sequence] = field(default_factory=set)  # their tokens are not to be believed, see faults.py
 
-    def take_tokens(self, sequences: list[Sequence], token_ids: list[int]) -> list[tuple[Sequence, int]]:
+    def take_tokens(self, table: RunningTable, token_ids: npt.NDArray[np.int32]) -> list[tuple[Sequence, int]]:
         """Appends the step's tokens to the sequences that still want them, and returns them as StepOutcome.sampled.
-        sequences: of the entries."""
-        reporting = zip(sequences, token_ids, strict=True)
-        taken = list(reporting if self.reports.all() else compress(reporting, self.reports.tolist()))
-        if self.departed or self.cancelled:
-            taken = [(sequence, token) for sequence, token in taken if self._is_wanted(sequence)]
-        for sequence, token in taken:
-            if token >= 0:
-                sequence.output_token_ids.append(token)
-        for sequence, token in taken if self.departed else ():
+        Vector operations do nearly all of it: there is one entry for each running sequence in each step."""
+        is_taken = self.reports
+        awaiting = [sequence for sequence in self.departed if self._is_wanted(sequence)]
+        if len(awaiting) < len(self.departed):
+            is_unwanted = np.zeros(len(table.sequences), np.bool_)
+            is_unwanted[[slot for sequence, slot in self.departed.items() if not self._is_wanted(sequence)]] = True
+            is_taken = is_taken & ~is_unwanted[self.slots]
+        slots, token_ids = self.slots[is_taken], token_ids[is_taken]
+        taken = list(zip(table.sequences_in(slots), token_ids.tolist(), strict=True))
+        is_sampled = token_ids >= 0
+        _append_each(table.outputs[slots[is_sampled]].tolist(), token_ids[is_sampled].tolist())
+        for sequence, token in taken if awaiting else ():
             if token >= 0 and sequence in self.departed:
                 sequence.num_in_flight_tokens -= 1
         return taken
 
     def _is_wanted(self, sequence: Sequence) -> bool:
         return sequence.status is not SequenceStatus.FINISHED and sequence not in self.cancelled
+
+
+def _append_each(lists: list[list[int]], items: list[int]) -> None:
+    deque(map(list.append, lists, items), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ class Growing:
 
     def __init__(self, num_tokens: IntArray, growth: IntArray, uncounted: IntArray, block_size: int) -> None:
         self._block_size = block_size
-        self._order = np.argsort(-growth, kind="stable")
+        self._order = np.argsort(growth, kind="stable")[::-1]
         self._rising_growth = growth[self._order][::-1]
-        whole, last = np.divmod(num_tokens[self._order] - 1, block_size)
+        last = num_tokens[self._order] - 1
+        whole = last // block_size
         self._held = np.cumsum(whole + 1 - uncounted[self._order])
-        crosses = last[:, None] + 1 > block_size - np.arange(block_size)
-        self._crossing = np.cumsum(crosses, axis=0, dtype=np.int32)
+        crosses = last - whole * block_size >= block_size - np.arange(block_size)[:, None]
+        self._crossing = np.cumsum(crosses, axis=1, dtype=np.int32)  # [block_size, sequences]
 
     def usage(self, moments: IntArray) -> Usage:
         """At the moments just before those end that end then.
@@ -41,10 +42,11 @@ class Growing:
         num_alive = len(self._order) - np.searchsorted(self._rising_growth, moments)
         if not len(self._order):
             return Usage(*np.zeros((3, len(moments)), np.int64))
-        whole_steps, steps = np.divmod(moments, self._block_size)
+        whole_steps = moments // self._block_size
+        steps = moments - whole_steps * self._block_size
         last = num_alive - 1
         held = np.where(num_alive > 0, self._held[last], 0)
-        grown = np.where(num_alive > 0, num_alive * whole_steps + self._crossing[last, steps], 0)
+        grown = np.where(num_alive > 0, num_alive * whole_steps + self._crossing[steps, last], 0)
         return Usage(held + grown, num_alive, grown)
 
     def spread(self, usage: Usage, uncertain: npt.NDArray[np.bool_], num_seen: int) -> FloatArray:

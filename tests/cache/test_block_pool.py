@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchinfer.cache.block_pool import BlockKey, BlockPool, OutOfBlocks, key_domain
+from batchinfer.cache.block_pool import BlockPool, OutOfBlocks, key_domain
+from batchinfer.cache.block_run import BlockKey
 
 
 def ids(*tokens: int) -> npt.NDArray[np.int32]:
@@ -85,14 +86,16 @@ def test_freed_blocks_stay_findable_and_the_least_recently_used_goes_first() -> 
 
 
 def test_collisions_of_hashes_find_nothing_wrong() -> None:
-    """Case 44: with each hash equal, only the block that holds just these tokens after just this beginning is found."""
+    """Case 44: with each hash equal, only what holds just these tokens after just this beginning is found."""
     pool = BlockPool(10, 2, hash_function=constant_hash)
     blocks = fill(pool, ids(1, 2, 3, 4))
     assert pool.match_prefix(ids(1, 2)) == blocks[:1]
     for other in (ids(3, 4), ids(2, 1), ids(9, 9)):
         fill(pool, other)
         assert pool.match_prefix(other) == []
-    assert pool.match_prefix(ids(1, 2, 3, 4)) == blocks[:1]
+    fill(pool, ids(1, 2, 7, 8))
+    assert pool.match_prefix(ids(1, 2, 7, 8)) == blocks[:1]
+    assert pool.match_prefix(ids(1, 2, 3, 4)) == blocks
     pool.check_integrity()
 
 
@@ -174,7 +177,7 @@ def test_integrity_check_sees_lost_and_doubled_blocks() -> None:
     doubled = BlockPool(4, 2)
     doubled._recycled.extend(doubled.allocate(1))
     stale = BlockPool(4, 2)
-    stale._keys[fill(stale, ids(1, 2))[0]] = None
+    stale._runs[fill(stale, ids(1, 2))[0]] = None
     for pool, message in ((lost, "1 empty|3 empty"), (doubled, "1 used"), (stale, "index disagrees")):
         with pytest.raises(RuntimeError, match=message):
             pool.check_integrity()
@@ -228,6 +231,93 @@ def test_random_use_against_plain_records(seed: int, hash_function: object) -> N
         assert [pool.ref_count(b) for b in range(12)] == references
         assert pool.num_used_blocks == sum(count > 0 for count in references)
     assert num_hits > 20
+
+
+class NaivePool:
+    """What a pool must find, by whole prefixes: each findable one has one block, is forgotten with all that extends it,
+    and of the unreferenced ones the least recently used block goes first."""
+
+    def __init__(self) -> None:
+        self.block_of: dict[tuple[int, ...], int] = {}
+        self.references: dict[int, int] = {}
+        self.cached: list[int] = []
+
+    def match(self, tokens: tuple[int, ...]) -> list[int]:
+        stops = range(2, len(tokens) + 1, 2)
+        found: list[int] = []
+        for stop in stops:
+            if tokens[:stop] not in self.block_of:
+                break
+            found.append(self.block_of[tokens[:stop]])
+        return found
+
+    def take(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.references[block] = self.references.get(block, 0) + 1
+            if block in self.cached:
+                self.cached.remove(block)
+
+    def allocated(self, blocks: list[int]) -> None:
+        """Where blocks of the cached ones were taken, they must be the least recently used, and are forgotten."""
+        taken = [block for block in blocks if block in self.cached]
+        for block in taken:
+            assert block == self.cached.pop(0)
+            self.forget(next(prefix for prefix, holder in self.block_of.items() if holder == block))
+        self.take(blocks)
+
+    def forget(self, prefix: tuple[int, ...]) -> None:
+        for other in [known for known in self.block_of if known[: len(prefix)] == prefix]:
+            block = self.block_of.pop(other)
+            if block in self.cached:
+                self.cached.remove(block)
+
+    def register(self, blocks: list[int], tokens: tuple[int, ...]) -> None:
+        for place, block in enumerate(blocks[: len(tokens) // 2]):
+            self.block_of.setdefault(tokens[: 2 * place + 2], block)
+
+    def free(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0 and block in self.block_of.values():
+                self.cached.append(block)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_just_what_was_registered_and_not_evicted_is_found(seed: int) -> None:
+    """Prompts that part anywhere, registered in one or two pieces, in a pool that holds a few of them."""
+    rng = random.Random(seed)
+    pool, naive = BlockPool(50, 2), NaivePool()
+    held: list[list[int]] = []
+    num_found = num_evicted = 0
+    for _ in range(400):
+        tokens = tuple(rng.randrange(3) if place % 5 == 4 else 5 for place in range(rng.randrange(1, 30)))
+        found = pool.match_prefix(np.array(tokens, np.int32))
+        assert found == naive.match(tokens)
+        naive.take(found)
+        num_found += len(found)
+        num_new = pool.num_blocks_for(len(tokens)) - len(found)
+        if num_new > pool.num_free_blocks:
+            pool.free(found)
+            naive.free(found)
+        else:
+            before = pool.num_cached_blocks
+            blocks = found + pool.allocate(num_new)
+            naive.allocated(blocks[len(found) :])
+            num_evicted += before - pool.num_cached_blocks
+            first = rng.randrange(len(blocks) + 1)
+            pool.register(blocks, np.array(tokens, np.int32), 2 * first)
+            rest = np.array(tokens[2 * first :], np.int32)
+            pool.register(blocks[first:], rest, len(rest), parent=blocks[first - 1] if first else None)
+            naive.register(blocks, tokens)
+            held.append(blocks)
+        while held and (rng.random() < 0.5 or len(held) > 3):
+            blocks = held.pop(rng.randrange(len(held)))
+            pool.free(blocks)
+            naive.free(blocks)
+        assert pool.num_cached_blocks == len(naive.cached)
+        pool.check_integrity()
+    assert num_found > 300
+    assert num_evicted > 300
 
 
 def test_scheduling_and_the_pool_import_no_torch() -> None:

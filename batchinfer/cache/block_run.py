@@ -1,0 +1,35 @@
+"""A stretch of findable KV blocks whose contents follow each other. Made and changed by block_pool.py only."""
+
+from dataclasses import dataclass
+
+# Where a block's content hangs: on the content before it, by its number, or at a sequence's start, by the domain.
+Link = int | str
+# A block's whole content: what comes before it and its own int32 token ids.
+BlockKey = tuple[Link, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class BlockRun:
+    """Blocks that were registered together, each hanging on the one before it, so that a long prompt takes one entry of
+    the index. Block i holds content number `number` + i. A run only ever loses blocks, from its end."""
+
+    key: BlockKey  # of the first block
+    hashed: int  # the key's hash
+    number: int
+    blocks: list[int]
+    data: bytes  # token ids of the blocks, and perhaps of some that it has lost
+    block_bytes: int  # of data, a block
+
+    def num_common(self, place: int, data: bytes, start: int) -> int:
+        """How many of the blocks from `place` on hold what `data` has from block `start` on."""
+        size, known = self.block_bytes, self.data
+        at, offset = place * size, start * size
+        low, high = 0, min(len(self.blocks) - place, len(data) // size - start)
+        if known[at : at + high * size] == data[offset : offset + high * size]:
+            return high
+        while low < high - 1:  # the first `low` blocks are equal, the first `high` are not
+            middle = (low + high) // 2
+            begin, end = low * size, middle * size
+            is_equal = known[at + begin : at + end] == data[offset + begin : offset + end]
+            low, high = (middle, high) if is_equal else (low, middle)
+        return low
