@@ -120,8 +120,8 @@ def gated_linear(
     bias: torch.Tensor | None,
     kind: ActivationKind,
 ) -> torch.Tensor:
-    """act(gate) * up of packed_linear's or quantized_linear's outputs, the gate in the first half. The bits are those of
-    gated_activation after the product; with a paired weight on a CPU the outputs never go through memory.
+    """act(gate) * up of packed_linear's or quantized_linear's outputs, the gate in the first half. The bits are those
+    of gated_activation after the product; with a paired weight on a CPU the outputs never go through memory.
 
     Returns [n, num_outputs / 2] of x's dtype.
 

@@ -3,10 +3,10 @@ weights lie in their own order, with the activation after the product."""
 
 import pytest
 import torch
+from batchinfer.kernels.quantized_linear import pack_weight, quantize_weight
 from quantized_checkpoints import FORMATS, write_checkpoint
 from tiny_models import Runner, make_hf_model, save
 
-from batchinfer.kernels.quantized_linear import pack_weight, quantize_weight
 from batchinfer.models import linear
 from batchinfer.models.linear import Int8Linear, PackedLinear
 from batchinfer.models.loader import load_decoder
