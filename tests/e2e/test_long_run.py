@@ -59,7 +59,7 @@ def load_no_model(config: JobConfig, files: ModelFiles, report: Callable[[str], 
     return Tokenizer.load(files.path)
 
 
-def build_no_engine(config: JobConfig, tokenizer: Tokenizer, *_: object) -> LocalEngine:
+def build_no_engine(config: JobConfig, tokenizer: Tokenizer, *_: object, **__: object) -> LocalEngine:
     pool = BlockPool(4096, config.cache.block_size)
     engine = Engine(NoModel(), None, pool, tokenizer, config.scheduler, frozenset(), 64)
     return LocalEngine(engine, tokenizer, "cpu", 0, NO_WORK)
