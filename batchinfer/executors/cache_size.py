@@ -8,6 +8,7 @@ from typing import Any
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
+from batchinfer.executors.step_memory import attention_bytes, graph_bytes
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.units import format_bytes
 
@@ -36,16 +37,21 @@ def memory_budget(
 ) -> dict[str, Any]:
     """What a run takes of its device with a cache of that many blocks; arguments as of size_cache.
 
-    `weights_bytes`, `cache_bytes`; `activations_bytes` and `logits_bytes`, which are allowances; `total_bytes` of them;
+    `weights_bytes`, `cache_bytes`; `activations_bytes` and `logits_bytes`, which are allowances; `attention_bytes` and
+    `graphs_bytes`, which a GPU's steps hold beside them, 0 on a CPU; `total_bytes` of them;
     `limit_bytes`: what they may take, None where --kv-cache-memory says what the cache takes; `free_bytes`: before
     anything was loaded, None where it is not known; `blocks`, `block_size`, `step_tokens` and `device`.
     """
     step_tokens = config.scheduler.max_num_batched_tokens
     is_limited = config.cache.kv_cache_memory is None and free_bytes is not None
+    model_len = min(config.model.max_model_len or model.max_position_embeddings, num_blocks * cache.block_size)
+    attention, graphs = _held_by_steps(config, model, cache, model_len, device, scratch_bytes)
     parts = {
         "weights_bytes": weight_bytes,
         "activations_bytes": activation_bytes(model, step_tokens) - LOGITS_BYTES + scratch_bytes,
         "logits_bytes": LOGITS_BYTES,
+        "attention_bytes": attention,
+        "graphs_bytes": graphs,
         "cache_bytes": num_blocks * cache.bytes_per_block(),
     }
     return {
@@ -66,6 +72,8 @@ def memory_table(budget: Mapping[str, Any]) -> list[str]:
         "weights": "",
         "activations": f"allowed for a step of {budget['step_tokens']:,} tokens",
         "logits": "allowed for the rows of a step that sample",
+        "attention": "its sums before they are joined, and what the cache leaves out of the keys",
+        "graphs": "captured decode steps",
         "cache": f"{budget['blocks']:,} blocks of {budget['block_size']} tokens",
         "total": _limits(budget),
     }
@@ -73,6 +81,7 @@ def memory_table(budget: Mapping[str, Any]) -> list[str]:
     return [
         f"{names.get(part, part):<12}{format_bytes(budget[f'{part}_bytes']):>10}  {note}".rstrip()
         for part, note in notes.items()
+        if budget[f"{part}_bytes"] or part not in ("attention", "graphs")
     ]
 
 
@@ -108,6 +117,9 @@ def size_cache(
     longest = wanted_len or model.max_position_embeddings
     most_blocks = config.scheduler.max_num_seqs * -(-longest // cache.block_size)
     memory = _cache_bytes(config, model, weight_bytes + scratch_bytes, free_bytes, device)
+    if config.cache.kv_cache_memory is None:  # sequences are no longer than the cache would be without what they take
+        model_len = max(1, min(longest, cache.num_blocks(memory) * cache.block_size))
+        memory -= sum(_held_by_steps(config, model, cache, model_len, device, scratch_bytes))
     num_blocks = min(cache.num_blocks(memory), most_blocks)
     capacity = num_blocks * cache.block_size
     if capacity < 2:
@@ -138,6 +150,17 @@ def _cache_bytes(config: JobConfig, model: DecoderSpec, weight_bytes: int, free_
         - weight_bytes
         - activation_bytes(model, config.scheduler.max_num_batched_tokens)
     )
+
+
+def _held_by_steps(
+    config: JobConfig, model: DecoderSpec, cache: KVCacheSpec, model_len: int, device: str, scratch_bytes: int
+) -> tuple[int, int]:
+    """Bytes of attention and of captured steps; sequences have up to model_len tokens."""
+    if device == "cpu":
+        return 0, 0
+    row_bytes = activation_bytes(model, 1) - LOGITS_BYTES
+    graphs = graph_bytes(config, model, cache, model_len, row_bytes, scratch_bytes)
+    return attention_bytes(config, model, cache, model_len), graphs
 
 
 def _share(config: JobConfig, device: str) -> float:

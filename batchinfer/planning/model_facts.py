@@ -9,6 +9,7 @@ from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.config import JobConfig, ModelConfig
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import UsageError
+from batchinfer.executors.step_memory import written_out_bytes
 from batchinfer.models.loader import load_scheme, load_spec, own_dtype, quantization_config
 from batchinfer.models.resolve import ModelFiles, resolve_model
 from batchinfer.models.spec import DecoderSpec
@@ -61,6 +62,11 @@ class ModelFacts:
             wide_dtype=self.dtype,
             static_scales=is_static,
         )
+
+    def scratch_bytes(self, config: JobConfig) -> int:
+        """As Decoder.scratch_bytes will be."""
+        is_written_out = self.device == "cuda" and self.method != "none" and config.model.activation_dtype == "auto"
+        return written_out_bytes(self.spec, self.dtype) if is_written_out else 0
 
     def step_work(self, cache: KVCacheSpec) -> StepWork:
         """As models/step_work.step_work has it of a loaded model."""

@@ -159,7 +159,8 @@ def _kv_figures(scenario: Scenario, rows: JobRows) -> dict[str, Any]:
 def _budget(scenario: Scenario) -> dict[str, Any]:
     model, size = scenario.model, scenario.size
     config, cache = scenario.config, scenario.cache
-    return memory_budget(config, model.spec, model.sizes.total, model.free_bytes, model.device, cache, size.num_blocks)
+    sizes = (model.sizes.total, model.free_bytes, model.device, cache, size.num_blocks, model.scratch_bytes(config))
+    return memory_budget(config, model.spec, *sizes)
 
 
 def _step_figures(scenario: Scenario, forecast: Forecast) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class Scenario:
         if free_bytes is None and config.cache.kv_cache_memory is None:
             raise UsageError("--device cuda: there is no GPU here to ask for its memory; give --kv-cache-memory SIZE")
         cache = model.cache_spec(config)
-        size = size_cache(config, model.spec, cache, model.sizes.total, free_bytes or 0, model.device)
+        sizes = (model.sizes.total, free_bytes or 0, model.device, model.scratch_bytes(config))
+        size = size_cache(config, model.spec, cache, *sizes)
         return cls(config, model, cache, size)
 
     @property

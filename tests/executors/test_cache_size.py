@@ -1,5 +1,7 @@
 """Sizes of the KV cache against arithmetic done by hand, and what the user is told."""
 
+from dataclasses import replace
+
 import pytest
 
 from batchinfer.cache.spec import KVCacheSpec
@@ -7,6 +9,7 @@ from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
 from batchinfer.executors.cache_size import activation_bytes, describe, memory_budget, memory_table, size_cache
 from batchinfer.executors.local import available_memory, choose_device, usable_processors
+from batchinfer.executors.step_memory import written_out_bytes
 from batchinfer.models.spec import DecoderSpec, RopeSpec
 
 MODEL = DecoderSpec(
@@ -59,6 +62,10 @@ def test_a_share_of_free_memory_less_weights_and_activations(device, options, sh
     weights = 30 << 20
     found = size(GIB, device, weights, max_num_seqs=10_000, **options)
     left = int(share * GIB) - weights - activation_bytes(MODEL, 2048)
+    if device == "cuda":  # a segment a sequence of 512 tokens, twice, and captured steps
+        parts = 10_000 * 4 * (16 + 2) * 4
+        sizes = [1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, 10_000, 64), 10_000]
+        left -= 2 * parts + 10_000 * 4 * (4 * 64 + 3 * 128 + 2 * 8 * 16) + sum(sizes) * 64 * 2
     assert 0 < left < GIB
     assert found.num_blocks == min(left // BLOCK_BYTES, 10_000 * 32)
 
@@ -67,10 +74,11 @@ def test_scratch_of_products_counts_as_activations():
     config = JobConfig.from_options({"max_num_seqs": 10_000})
     scratch = 1000 * BLOCK_BYTES
     plain, less = (size_cache(config, MODEL, CACHE, 0, GIB, "cuda", each) for each in (0, scratch))
-    assert plain.num_blocks - less.num_blocks == 1000
+    assert plain.num_blocks - less.num_blocks == 2000  # once for the steps that are captured
     budgets = [memory_budget(config, MODEL, 0, GIB, "cuda", CACHE, 10, each) for each in (0, scratch)]
     assert budgets[1]["activations_bytes"] - budgets[0]["activations_bytes"] == scratch
-    assert budgets[1]["total_bytes"] - budgets[0]["total_bytes"] == scratch
+    assert budgets[1]["graphs_bytes"] - budgets[0]["graphs_bytes"] == scratch
+    assert budgets[1]["total_bytes"] - budgets[0]["total_bytes"] == 2 * scratch
 
 
 def test_the_allowance_grows_with_the_step():
@@ -142,3 +150,64 @@ def test_a_cache_of_a_given_size_has_no_limit():
     budget = memory_budget(config, MODEL, 1000, None, "cuda", CACHE, 10)
     assert budget["free_bytes"] is None
     assert "not known here" in memory_table(budget)[-1]
+
+
+LLAMA = replace(
+    MODEL,
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    sliding_windows=(None,) * 32,
+)
+FP8 = KVCacheSpec(32, 8, 128, 16, "fp8", True)
+
+
+def llama_budget(cache, num_blocks=65536, **options):
+    config = JobConfig.from_options({"max_num_seqs": 100, "max_num_batched_tokens": 3000, **options})
+    return memory_budget(config, LLAMA, 0, 80 * GIB, "cuda", cache, num_blocks)
+
+
+def test_what_a_gpus_attention_holds():
+    """32 segments of 128 values, a sum and a maximum; beside an fp8 cache a number for each of 3,000 tokens, 32 heads
+    and 512 runs of 256 positions, and two tables of vectors for each of these, layer and KV head."""
+    sums = 100 * 32 * 32 * (128 + 2) * 4
+    assert llama_budget(replace(FP8, dtype="bf16", per_token_scales=False))["attention_bytes"] == sums
+    bias, tables = 3000 * 32 * 512 * 4, 2 * 32 * 512 * 8 * 128 * 4
+    assert llama_budget(FP8)["attention_bytes"] == sums + bias + tables
+    # 1,000 tokens have 2 segments of 512 and 4 runs of 256
+    short = llama_budget(FP8, max_model_len=1000)["attention_bytes"]
+    assert short == 100 * 32 * 2 * 130 * 4 + 3000 * 32 * 4 * 4 + 2 * 32 * 4 * 8 * 128 * 4
+    # as many tokens as the cache has, and one run of positions needs no products
+    assert llama_budget(FP8, num_blocks=16)["attention_bytes"] == 100 * 32 * 130 * 4 + 2 * 32 * 8 * 128 * 4
+    by_length = replace(LLAMA, rope=replace(LLAMA.rope, kind="dynamic"))
+    config = JobConfig.from_options({"max_num_seqs": 100})
+    assert memory_budget(config, by_length, 0, GIB, "cuda", FP8, 65536)["attention_bytes"] == sums
+
+
+def test_what_captured_steps_hold():
+    """What 100 rows work in, once, and the hidden states that each graph returns, at four widths of the table."""
+    rows = 100 * 4 * (4 * 4096 + 3 * 14336 + 2 * (32 + 16) * 128)
+    returned = (1 + 2 + 4 + 8 + 16 + 32 + 48 + 64 + 80 + 96 + 100) * 4096 * 2
+    sums, bias = 100 * 32 * 32 * 130 * 4, 100 * 32 * 512 * 4
+    assert llama_budget(FP8)["graphs_bytes"] == rows + sums + bias + 4 * returned
+    assert llama_budget(FP8, enforce_eager=True)["graphs_bytes"] == 0
+    table = memory_table(llama_budget(FP8))
+    assert sum(line.startswith(("attention ", "graphs ")) for line in table) == 2
+    on_cpu = memory_budget(JobConfig.from_options({}), LLAMA, 0, GIB, "cpu", FP8, 10)
+    assert on_cpu["attention_bytes"] == on_cpu["graphs_bytes"] == 0
+    assert not [line for line in memory_table(on_cpu) if line.startswith(("attention ", "graphs "))]
+
+
+@pytest.mark.parametrize("free_gib", [24, 80])
+def test_a_gpu_is_filled_to_its_limit_and_not_beyond(free_gib):
+    config = JobConfig.from_options({"max_num_seqs": 256})
+    scratch = written_out_bytes(LLAMA, "bf16")
+    assert scratch == 2 * 2 * 14336 * 4096
+    found = size_cache(config, LLAMA, FP8, 5 * GIB, free_gib * GIB, "cuda", scratch)
+    budget = memory_budget(config, LLAMA, 5 * GIB, free_gib * GIB, "cuda", FP8, found.num_blocks, scratch)
+    assert 0.97 * budget["limit_bytes"] < budget["total_bytes"] <= budget["limit_bytes"]

@@ -81,6 +81,7 @@ def run(decoder, num_blocks: int, steps_in_flight: int, eager: bool) -> dict[Req
         steps_in_flight,
         queue=steps.queue,
         graphs=steps.graphs,
+        key_stacks=steps.key_stacks,
     )
     engine.warm_up()
     generator = torch.Generator().manual_seed(1)
