@@ -24,18 +24,19 @@ _RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as
 # that of the running ones.
 _MOST_CANDIDATES = 16
 _RUNNING_A_CANDIDATE = 8
+_DRAW_STEPS = 4  # for which lengths that were drawn serve, as long as all running ones fit at their ends at once
+_TIGHT_STEPS = 8  # for which it is taken for granted that they will not
 _UPDATE_STEPS = 16  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
 
 @dataclass(slots=True)
 class _Outlook:
-    """The running sequences as the forecast sees them at this step, and the next candidates. growth: of each candidate,
-    as in usage.Growing. blocks_at_ends: held if all running ones were at their ends at once: no peak is higher. room:
-    None as long as even that fits."""
+    """The running sequences as the forecast sees them at this step. blocks_at_ends: held if all running ones were at
+    their ends at once: no peak is higher. room: None as long as even that fits."""
 
     running: tuple[IntArray, IntArray, IntArray]  # num_tokens, growth and uncounted of usage.Growing
-    uncertain: npt.NDArray[np.bool_]
-    growth: dict[Sequence, int]
+    slots: IntArray  # theirs
+    is_fresh: bool  # lengths were drawn at this step
     num_available: int  # blocks that running sequences may have alone
     blocks_at_ends: int
     joined: list[tuple[int, int, int]] = field(default_factory=list)  # num_tokens, growth, uncounted
@@ -58,12 +59,22 @@ class Forecast:
         self._lengths = lengths
         self._waiting = waiting
         self._outlook: _Outlook | None = None  # at this step; made where it is needed
+        self._ends = np.zeros(
+            len(table.sequences), np.int64
+        )  # tokens with which each slot's sequence is to end, as drawn
+        self._is_told = np.zeros(len(table.sequences), np.bool_)  # an earlier run tells it
+        self._candidates: dict[Sequence, int] = {}  # their growth, as in usage.Growing, as drawn
+        self._joined: list[tuple[Sequence, int]] = []  # have started since the last look, with their ends
+        self._steps_since_draw = 0
+        self._tight_steps = 0  # since the room of every moment was last needed, counted down
         self._steps_to_update = _UPDATE_STEPS
         self._refused: tuple[Sequence, int] | None = None  # the last that had to wait, and table.num_changes then
         self._steps_to_retry = 0
 
     def begin_step(self) -> None:
         self._outlook = None
+        self._steps_since_draw += 1
+        self._tight_steps -= 1
         self._steps_to_update -= 1
         self._steps_to_retry -= 1
 
@@ -74,18 +85,20 @@ class Forecast:
         pool = self._pool
         num_used = pool.num_used_blocks
         cached = cached_blocks(pool, sequence, token_ids)
-        num_shared = len(cached) - (pool.num_used_blocks - num_used)
+        num_free = pool.num_free_blocks
+        num_shared = len(cached) - (pool.num_blocks - num_free - num_used)
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
-        fits = num_new <= pool.num_free_blocks
-        if fits and not is_alone and not self._fits_anyway(sequence):
+        fits, end = num_new <= num_free, num_tokens_to_compute(sequence)
+        if fits and not is_alone and not self._fits_anyway(end):
             owners = self._table.owners(cached) if num_shared else []
-            outlook = self._outlook_for(sequence, num_used, owners)
-            fits = self._fits(outlook, len(token_ids), outlook.growth[sequence], num_shared)
+            fits = self._fits(sequence, len(token_ids), num_shared, num_used, owners)
+            end = len(token_ids) + self._candidates[sequence]
         if not fits:
             pool.free(cached)
             self._outlook = None
             self._refused, self._steps_to_retry = (sequence, self._table.num_changes), _RETRY_STEPS
             return None
+        self._joined.append((sequence, end))
         return cached + pool.allocate(num_new), len(cached)
 
     def victim(self) -> Sequence:
@@ -104,62 +117,92 @@ class Forecast:
         share = (self._table.num_recomputed + aimed) / (self._table.num_computed + _PRIOR_TOKENS)
         return min(_LEAST_CAUTION * max(1.0, share / _AIMED_SHARE), _MOST_CAUTION)
 
-    def _fits_anyway(self, sequence: Sequence) -> bool:
-        """Whether there is room for all that is allowed, so that nothing need be forecast. Once something was forecast
-        in a step, that goes on, as it counts what has joined."""
-        most = self._table.most_blocks + self._pool.num_blocks_for(num_tokens_to_compute(sequence))
+    def _fits_anyway(self, num_tokens: int) -> bool:
+        """Whether there is room for all that is allowed, so that nothing need be forecast. num_tokens: that a candidate
+        may have. Once something was forecast in a step, that goes on, as it counts what has joined."""
+        most = self._table.most_blocks + self._pool.num_blocks_for(num_tokens)
         return self._outlook is None and most <= self._pool.num_blocks
 
-    def _fits(self, outlook: _Outlook, num_tokens: int, growth: int, num_shared: int) -> bool:
-        """Whether a candidate fits beside the running ones and those that have joined; then it has joined, too."""
-        if outlook.room is None:
-            outlook.blocks_at_ends += self._pool.num_blocks_for(num_tokens + growth) - num_shared
-            if outlook.blocks_at_ends <= outlook.num_available:
-                outlook.joined.append((num_tokens, growth, num_shared))
-                return True
+    def _fits(self, sequence: Sequence, num_tokens: int, num_shared: int, num_used: int, owners: list[int]) -> bool:
+        """Whether a candidate fits beside the running ones and those that have joined; then it has joined, too.
+        num_used: blocks in use, without what acquire() has just referenced. owners: slots that have blocks alone which
+        the candidate would share."""
+        outlook = self._outlook
+        if outlook is None or owners or sequence not in self._candidates:
+            outlook = self._look(sequence, num_used, owners, must_draw=self._tight_steps > 0)
+        if outlook.room is None and not self._fits_at_ends(outlook, sequence, num_tokens, num_shared):
+            if not outlook.is_fresh:
+                outlook = self._look(sequence, num_used, owners, must_draw=True)
+                if self._fits_at_ends(outlook, sequence, num_tokens, num_shared):
+                    return True
+            self._tight_steps = _TIGHT_STEPS
             outlook.room = self._room(outlook)
-        return outlook.room.take(num_tokens, growth, num_shared)
+        elif outlook.room is None:
+            return True
+        return outlook.room.take(num_tokens, self._candidates[sequence], num_shared)
+
+    def _fits_at_ends(self, outlook: _Outlook, sequence: Sequence, num_tokens: int, num_shared: int) -> bool:
+        growth = self._candidates[sequence]
+        outlook.blocks_at_ends += self._pool.num_blocks_for(num_tokens + growth) - num_shared
+        fits = outlook.blocks_at_ends <= outlook.num_available
+        if fits:
+            outlook.joined.append((num_tokens, growth, num_shared))
+        return fits
 
     def _room(self, outlook: _Outlook) -> Room:
         """What the running ones and those that have joined leave."""
-        size = self._pool.block_size
+        size, slots = self._pool.block_size, outlook.slots
         growing = Growing(*outlook.running, size)
-        ends = np.fromiter(outlook.growth.values(), np.int64, len(outlook.growth))
-        moments = np.unique(np.concatenate([outlook.running[1], ends]))
+        ends = np.fromiter(self._candidates.values(), np.int64, len(self._candidates))
+        moments = np.sort(np.concatenate([outlook.running[1], ends]))
+        moments = moments[np.diff(moments, prepend=-1) > 0]
         usage = growing.usage(moments)
-        margin = self.caution * growing.spread(usage, outlook.uncertain, self._lengths.num_ended)
+        is_certain = self._is_told[slots] & self._lengths.trusts_earlier_runs
+        uncertain = (self._table.length_class[slots] != 0) & ~is_certain
+        margin = self.caution * growing.spread(usage, uncertain, self._lengths.num_ended)
         room = Room(moments, outlook.num_available - usage.blocks - margin, size)
         for entry in outlook.joined:
             room.take(*entry)
         return room
 
-    def _outlook_for(self, sequence: Sequence, num_used: int, owners: list[int]) -> _Outlook:
-        """num_used: blocks in use, without what acquire() has just referenced. owners: slots that have blocks alone
-        which `sequence` would share."""
-        if self._outlook is None or owners or sequence not in self._outlook.growth:
-            if self._lengths.is_stale or self._steps_to_update <= 0:
-                self._table.teach(self._lengths)
-                self._steps_to_update = _UPDATE_STEPS
-            self._outlook = self._look(num_used, owners)
-        return self._outlook
-
-    def _look(self, num_used: int, owners: list[int]) -> _Outlook:
+    def _look(self, sequence: Sequence, num_used: int, owners: list[int], must_draw: bool) -> _Outlook:
+        """As of now. sequence: one of the candidates. Lengths drawn some steps ago serve for a while, but never for the
+        room of every moment, which would miss those that have outlived them."""
         table, slots = self._table, self._table.in_admission_order()
-        candidates = self._waiting.next_ones(min(_MOST_CANDIDATES, 1 + len(slots) // _RUNNING_A_CANDIDATE))
         num_tokens = np.minimum(table.known[slots] + table.in_flight[slots], table.limit[slots])
-        growth, is_told = self._growth(slots, candidates)
-        own = table.num_own.copy()
-        np.subtract.at(own, owners, 1)
-        uncounted = (table.num_blocks - own)[slots]
-        ends = num_tokens + growth[: len(slots)]
-        is_certain = (table.length_class[slots] == 0) | (is_told[: len(slots)] & self._lengths.trusts_earlier_runs)
-        return _Outlook(
-            (num_tokens, growth[: len(slots)], uncounted),
-            ~is_certain,
-            dict(zip(candidates, growth[len(slots) :].tolist(), strict=True)),
-            self._pool.num_blocks - num_used + int(own[slots].sum()),
+        for joined, end in self._joined:
+            if joined.slot >= 0:
+                self._ends[joined.slot] = end
+        self._joined.clear()
+        if must_draw or sequence not in self._candidates or self._steps_since_draw >= _DRAW_STEPS:
+            self._draw(slots, num_tokens)
+        ends = np.maximum(self._ends[slots], num_tokens)
+        own, num_blocks = table.num_own[slots], table.num_blocks[slots]
+        if owners:
+            own_of_all = table.num_own.copy()
+            np.subtract.at(own_of_all, owners, 1)
+            own = own_of_all[slots]
+        uncounted = num_blocks - own
+        self._outlook = _Outlook(
+            (num_tokens, ends - num_tokens, uncounted),
+            slots,
+            self._steps_since_draw == 0,
+            self._pool.num_blocks - num_used + int(own.sum()),
             int((-(-ends // self._pool.block_size) - uncounted).sum()),
         )
+        return self._outlook
+
+    def _draw(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """The lengths of the running sequences and of the next candidates."""
+        if self._lengths.is_stale or self._steps_to_update <= 0:
+            self._table.teach(self._lengths)
+            self._steps_to_update = _UPDATE_STEPS
+        candidates = self._waiting.next_ones(min(_MOST_CANDIDATES, 1 + len(slots) // _RUNNING_A_CANDIDATE))
+        growth, is_told = self._growth(slots, candidates)
+        self._ends[slots] = num_tokens + growth[: len(slots)]
+        self._is_told[slots] = is_told[: len(slots)]
+        self._candidates = dict(zip(candidates, growth[len(slots) :].tolist(), strict=True))
+        self._steps_since_draw = 0
 
     def _growth(self, slots: IntArray, candidates: list[Sequence]) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Tokens by which running sequences and then candidates are expected to grow, and whether it is an earlier run
