@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from batchinfer.kernels import sampling
 from batchinfer.kernels.common.triton_ahead import variants
 from batchinfer.kernels.common.triton_targets import TARGETS
-from batchinfer.kernels.quantized_linear import IntegerWeight, fp8
+from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight, fp8
 from batchinfer.kernels.sampling import LogitChanges, RowTokens
 
 from batchinfer.cache.paged_kv import PagedKVCache
@@ -46,7 +46,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "
 def _meta_counts_as_a_gpu(monkeypatch):
     """So that operations choose their gpu backends."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"))
-    monkeypatch.setattr(IntegerWeight, "__post_init__", lambda weight: None)  # it looks at numbers, as the next does
+    for form in (IntegerWeight, Fp8Weight):  # they look at numbers, as the next does
+        monkeypatch.setattr(form, "__post_init__", lambda weight: None)
     monkeypatch.setattr(fp8, "centred", lambda weight: weight)
 
 
@@ -151,7 +152,7 @@ def test_steps_after_the_warm_up_find_all_kernels_compiled(target, kv_dtype, qua
     rng = random.Random(0)
     decoder, cache = make_model(kv_dtype, quantized, activations)
     with variants(TARGETS[target]) as launches:
-        warm_up(decoder, cache, MAX_TOKENS, MAX_SEQS, MOST_BLOCKS, most_logits=128)
+        warm_up(decoder, cache, MAX_TOKENS, MAX_SEQS, MOST_BLOCKS, most_logits=128, key_stacks=STACKS)
         warm = {id(kernel) for kernel in launches.distinct}
         assert {"_rms_norm", "_rotary_kv_store", "_paged_attention", "find_cuts"} <= {k.name for k in launches.distinct}
         products = {name for name in set().union(*PRODUCTS.values()) if name in {k.name for k in launches.distinct}}
