@@ -75,6 +75,8 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
     device = choose_device(config.model.device, torch.cuda.is_available())
     if device == "cuda" and torch.version.hip is None:
         check_capability(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    elif device == "cuda":
+        check_amd(torch.cuda.get_device_name())
     torch.set_num_threads(config.model.threads or usable_processors())
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
     allowed = [name for name in config.model.allow_config_fields.split(",") if name]
@@ -218,6 +220,16 @@ def check_capability(name: str, capability: tuple[int, int]) -> None:
             f"--device cuda: the {name} has compute capability {found}, the kernels need {least} or newer; "
             "use --device cpu"
         )
+
+
+def check_amd(name: str) -> None:
+    """Raises UsageError where the active device, AMD's GPU called `name`, is none that the kernels know."""
+    from batchinfer.kernels.common import triton_targets  # here, as it brings Triton
+
+    try:
+        triton_targets.current()
+    except RuntimeError as error:
+        raise UsageError(f"--device cuda: the {name} is a {error}; use --device cpu") from error
 
 
 def usable_processors() -> int:

@@ -1,6 +1,7 @@
 """The devices that the Triton kernels are built for, and what each can do. Used by the gpu backends to choose sizes and
 number formats, and by the gates that compile ahead of time."""
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ TARGETS = {
         Target("gfx942", "cdna3", "hip", "gfx942", 64, 64 << 10, False, r"\bv_mfma_"),
     )
 }
+# CDNA 4 has what CDNA 3 has, and more shared memory; CDNA 2 and RDNA have other matrix instructions or warps.
+_AS_GFX942 = ("gfx942", "gfx950")
 LEAST_CUDA = min(int(target.arch) for target in TARGETS.values() if target.backend == "cuda")
 FUSED = {"enable_fp_fusion": True}  # of each launch: Triton's default turns in 3.10
 INTERPRETED = TARGETS["sm_80"]  # stands in where TRITON_INTERPRET=1 runs kernels without a device
@@ -66,13 +69,25 @@ def is_interpreted() -> bool:
 
 
 def current() -> Target:
-    """The target of the active device. One that is not in the table counts as the newest of its maker below it. Raises
-    RuntimeError for a CUDA device older than all of them."""
-    if is_interpreted():
-        return INTERPRETED
-    found = triton.runtime.driver.active.get_current_target()
-    if found.backend != "cuda":
+    """The target that the active device counts as. Raises RuntimeError as `nearest` does."""
+    return INTERPRETED if is_interpreted() else _of_device(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def _of_device(device: int) -> Target:
+    """Numbers tell all devices of a process apart, those that need not be there included."""
+    return nearest(triton.runtime.driver.active.get_current_target())
+
+
+def nearest(found: GPUTarget) -> Target:
+    """What a device counts as: NVIDIA's as the newest kind that is not newer, AMD's of a kind in _AS_GFX942 as gfx942.
+    Raises RuntimeError, in one line, for all others."""
+    if found.backend == "hip" and found.arch in _AS_GFX942:
         return TARGETS["gfx942"]
+    if found.backend == "hip":
+        raise RuntimeError(f"{found.arch}: of AMD's devices the GPU kernels know {' and '.join(_AS_GFX942)}")
+    if found.backend != "cuda":
+        raise RuntimeError(f"{found.backend} {found.arch}: the GPU kernels know devices of NVIDIA and AMD only")
     known = [target for target in TARGETS.values() if target.backend == "cuda" and int(target.arch) <= found.arch]
     if not known:
         raise RuntimeError(f"sm_{found.arch}: the GPU kernels need sm_{LEAST_CUDA} or newer")

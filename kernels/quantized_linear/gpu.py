@@ -33,6 +33,7 @@ _TILES = {
     "blackwell": tiles(128, 4, 8, 4) | {32: (8, 4)},
     "cdna3": tiles(128, 4, 8, 1),
 }
+_REGISTERS = {("ampere", 64): 144, ("small", 64): 144}  # by generation and rows of a tile: fewer spill
 _FLOAT32_TILES = dict.fromkeys(_TILES, tiles(32, 4, 4, 1))
 
 
@@ -96,13 +97,16 @@ def packed_linear(x: torch.Tensor, weight: GpuWeight, bias: torch.Tensor | None,
         return
     if weight.permutation is not None:
         x = x[:, weight.permutation]
-    if num_rows >= LIBRARY_ROWS[triton_targets.current().generation] and out.dtype == x.dtype:
+    generation = triton_targets.current().generation
+    if num_rows >= LIBRARY_ROWS[generation] and out.dtype == x.dtype:
         _library_linear(x, weight, bias, out)
         return
     x, row_unit = gpu_tiles.dense_rows(x)
     split = gpu_tiles.splits(n, num_rows, triton.cdiv(k, 2 * weight.run))
     parts = gpu_tiles.parts_of(split, out)
     block_m, options = gpu_tiles.tile(num_rows, _FLOAT32_TILES if x.dtype == torch.float32 else _TILES)
+    if number := _REGISTERS.get((generation, block_m)):
+        options |= triton_targets.registers(number)
     _packed_linear[(triton.cdiv(n, BLOCK_N), triton.cdiv(num_rows, block_m), split)](
         *(x, weight.values, weight.scales, weight.zeros, weight.offsets, bias if split == 1 else None, parts),
         *(num_rows, x.stride(0) // row_unit, n, k),

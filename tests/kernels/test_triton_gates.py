@@ -3,7 +3,6 @@ within a job."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from batchinfer.kernels.common import triton_inspect, triton_targets
+from batchinfer.kernels.common import triton_inspect
 from batchinfer.kernels.common.triton_ahead import ahead_of_time
 from batchinfer.kernels.common.triton_inspect import Anatomy
 from batchinfer.kernels.common.triton_targets import TARGETS
@@ -21,7 +20,6 @@ from batchinfer.kernels.paged_attention import gpu as attention_gpu
 from batchinfer.kernels.paged_attention.variant import Variant
 from batchinfer.kernels.quantized_linear import gpu as linear_gpu
 from batchinfer.kernels.rms_norm import gpu as norm_gpu
-from triton.backends.compiler import GPUTarget
 
 from batchinfer.executors import kernel_gates
 from batchinfer.executors.kernel_cases import MODELS, KernelCase, ModelShape, _linear, cases
@@ -220,24 +218,6 @@ def test_the_command_has_the_verdicts_of_each_target_and_model_in_order(monkeypa
     wanted = [("sm_90", "Llama-3.1-8B"), ("sm_90", "Qwen3-8B"), ("sm_80", "Llama-3.1-8B"), ("sm_80", "Qwen3-8B")]
     assert list(all_verdicts([TARGETS["sm_90"], TARGETS["sm_80"]], MODELS[:2])) == wanted
     assert started == [workers] * (workers > 1)
-
-
-@pytest.mark.parametrize(
-    ("arch", "name"),
-    [(80, "sm_80"), (87, "sm_86"), (90, "sm_90"), (103, "sm_100"), (120, "sm_120"), (121, "sm_120")],
-)
-def test_a_device_counts_as_the_newest_kind_below_it(monkeypatch, arch, name):
-    """Consumer devices with Blackwell's name have no more memory in a block than those before them."""
-    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", arch, 32))
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    assert triton_targets.current().name == name
-
-
-def test_a_device_older_than_all_is_refused_in_one_line(monkeypatch):
-    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 75, 32))
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    with pytest.raises(RuntimeError, match=r"^sm_75: the GPU kernels need sm_80 or newer$"):
-        triton_targets.current()
 
 
 def test_a_row_of_the_table_shows_what_was_found():
