@@ -2,7 +2,7 @@
 // sigmoid, since tanh-gelu(x) = x sigmoid(2 u(x)).
 #pragma once
 
-#include "native.h"
+#include "bf16.h"
 
 namespace batchinfer {
 
@@ -18,11 +18,7 @@ void activate(float* values, int64_t count) {
     }
 }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-inline __m512 widen(__m256i codes) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16)); }
-
-inline __m512 rounded(__m512 x) { return widen((__m256i)_mm512_cvtneps_pbh(x)); }
-
+#if defined(BATCHINFER_BF16)
 // e^x to 3e-6 of its value, of which bf16 sees nothing; NaN for NaN.
 // e^x = 2^n 2^r; the polynomial is that of 2^r on [-1/2, 1/2] with the least relative error, of degree 4.
 inline __m512 exp_bf16(__m512 x) {
@@ -54,10 +50,9 @@ inline __m512 activate_bf16(__m512 x) {
 template <Gate GATE>
 inline void gate_row_bf16(const uint16_t* gate, const uint16_t* up, int64_t n, uint16_t* out) {
     for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 kept = __mmask16(n - i >= 16 ? 0xffff : (1 << (n - i)) - 1);
-        __m512 activation = rounded(activate_bf16<GATE>(widen(_mm256_maskz_loadu_epi16(kept, gate + i))));
-        __m512 product = _mm512_mul_ps(activation, widen(_mm256_maskz_loadu_epi16(kept, up + i)));
-        _mm256_mask_storeu_epi16(out + i, kept, (__m256i)_mm512_cvtneps_pbh(product));
+        const __mmask16 lanes = lanes_within(i, n);
+        __m512 activation = rounded(activate_bf16<GATE>(load_bf16(gate + i, lanes)));
+        store_bf16(out + i, lanes, narrow(_mm512_mul_ps(activation, load_bf16(up + i, lanes))));
     }
 }
 #endif
@@ -66,7 +61,7 @@ inline void gate_row_bf16(const uint16_t* gate, const uint16_t* up, int64_t n, u
 template <class Format, Gate GATE>
 inline void gate_row(const typename Format::Storage* gate, const typename Format::Storage* up, int64_t n,
                      typename Format::Storage* out) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(BATCHINFER_BF16)
     if constexpr (std::is_same<Format, Bf16>::value) return gate_row_bf16<GATE>(gate, up, n, out);
 #endif
     constexpr int64_t BLOCK = 256;  // elements that are widened at once

@@ -23,6 +23,9 @@ float sum_of(int64_t n, const Term& term) {
 struct Rows {
     const void* x;
     int64_t count, n, outer_stride, inner, inner_stride;
+
+    // The element that row r begins with.
+    int64_t place(int64_t r) const { return r / inner * outer_stride + r % inner * inner_stride; }
 };
 
 // normalise(row, out) for each row, widened to float32, and its place in out [count, n], dense. With a residual
@@ -36,8 +39,7 @@ void norm_rows(const Rows& rows, const void* residual, void* out, void* total, i
         thread_local AlignedBuffer<float> memory;
         float* row = memory.at_least(size_t(n));
         for (int64_t r = first; r < last; r++) {
-            int64_t place = r / rows.inner * rows.outer_stride + r % rows.inner * rows.inner_stride;
-            load_row<Format>(static_cast<const Storage*>(rows.x) + place, row, n);
+            load_row<Format>(static_cast<const Storage*>(rows.x) + rows.place(r), row, n);
             if (residual) {
                 auto other = static_cast<const Storage*>(residual) + r * n;
                 auto sum = static_cast<Storage*>(total) + r * n;

@@ -36,7 +36,7 @@ extern "C" void packed_linear(const void* x, int64_t num_rows, const batchinfer:
     const Outputs outputs = {out, w.bias, w.num_outputs, w.is_paired, gate};
     if (x_format == FP32) return run_packed<FloatProducts<Fp32>>(x, num_rows, w, outputs, out_format, threads);
     if (x_format == FP16) return run_packed<FloatProducts<Fp16>>(x, num_rows, w, outputs, out_format, threads);
-#if defined(BATCHINFER_BF16_PANELS)
+#if defined(BATCHINFER_BF16)
     run_packed<Bf16Products>(x, num_rows, w, outputs, out_format, threads);
 #else
     run_packed<FloatProducts<Bf16>>(x, num_rows, w, outputs, out_format, threads);
@@ -45,7 +45,7 @@ extern "C" void packed_linear(const void* x, int64_t num_rows, const batchinfer:
 
 // Whether packed_linear multiplies bf16 by instructions for it.
 extern "C" void has_bf16_products(int64_t* result) {
-#if defined(BATCHINFER_BF16_PANELS)
+#if defined(BATCHINFER_BF16)
     *result = 1;
 #else
     *result = 0;

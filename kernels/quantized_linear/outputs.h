@@ -26,7 +26,7 @@ struct Outputs {
 
 template <class Format>
 inline void round_panel(const float* sums, typename Format::Storage* to) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(BATCHINFER_BF16)
     if constexpr (std::is_same<Format, Bf16>::value) {
         auto low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + HALF);
         return _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));

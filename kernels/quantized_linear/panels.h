@@ -53,7 +53,7 @@ struct FloatProducts {
 
 // ---- bf16 by AVX-512
 
-#if defined(BATCHINFER_BF16_PANELS)
+#if defined(BATCHINFER_BF16)
 template <int ROWS>
 inline void multiply_add(__m512 (&total)[ROWS][2], ElementRows<uint32_t> rows, int64_t k, __m512bh left,
                          __m512bh right) {

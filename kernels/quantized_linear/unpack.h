@@ -90,8 +90,7 @@ void unpack_floats(const Packed& w, int64_t block, float* to) {
 
 // ---- bf16 by AVX-512
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define BATCHINFER_BF16_PANELS
+#if defined(BATCHINFER_BF16)
 
 // The lanes of these vectors are 8 outputs by 2 inputs, an octet of a block; two octets make a vector of bf16 pairs.
 template <Kind KIND>

@@ -56,6 +56,27 @@ def test_norms(dtype, shape):
         close(result, expected)
 
 
+@pytest.mark.parametrize("n", [1, 7, 16, 33, 576, 1000])
+def test_each_bit_of_a_norm_of_bf16(n):
+    """Squares of bf16 are exact in float32; they are added up in 16 parts, and those by halves."""
+    x, residual, weight = torch.randn(40, n).bfloat16(), torch.randn(40, n).bfloat16(), torch.randn(n).bfloat16()
+    total = residual + x
+    parts = torch.zeros(40, 16)
+    for squares in torch.nn.functional.pad(total.float().square(), (0, -n % 16)).split(16, dim=1):
+        parts += squares
+    while parts.shape[1] > 1:
+        left, right = parts.chunk(2, dim=1)
+        parts = left + right
+    factor = 1 / (parts / n + torch.tensor(1e-5)).sqrt()
+    expected = (total.float() * factor).bfloat16() * weight
+    out, stored = norm_cpu.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(stored, total)
+    assert torch.equal(out, expected)
+    assert torch.equal(norm_cpu.rms_norm(total, weight, 1e-5), expected)
+    heads = torch.stack((x, total, x), dim=1)[:, 1:2]  # rows that do not follow each other
+    assert torch.equal(norm_cpu.rms_norm(heads, weight, 1e-5)[:, 0], expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 7), (300, 576), (3, 5, 128)])
 @pytest.mark.parametrize("has_bias", [True, False])
