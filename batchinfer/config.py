@@ -154,6 +154,11 @@ class ModelConfig:
     )
     threads: int | None = option(None, "CPU threads. Default: the processors this process may use.", metavar="N")
 
+    @property
+    def allowed_config_fields(self) -> list[str]:
+        """allow_config_fields in parts."""
+        return [name for name in self.allow_config_fields.split(",") if name]
+
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("quantization", self.quantization, QUANTIZATIONS)

@@ -53,7 +53,7 @@ def _check_given(options: EffectiveOptions, folder: Path) -> None:
 
 def _techniques(options: EffectiveOptions, files: ModelFiles, quantized_model: str | None) -> Sequence[Technique]:
     config = options.config.model
-    spec = load_spec(files.path, config.allow_config_fields.split(","))
+    spec = load_spec(files.path, config.allowed_config_fields)
     runs_in = spec.dtype if config.dtype == "auto" else config.dtype
     models = (config.model or str(files.path), quantized_model) if quantized_model else None
     return techniques(spec, "fp16" if runs_in == "fp16" else "bf16", models)

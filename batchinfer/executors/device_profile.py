@@ -46,6 +46,7 @@ def profile_key(config: JobConfig, files: ModelFiles, device: str, dtype: str, k
     return {
         "device": device,
         "threads": (config.model.threads or usable_processors()) if device == "cpu" else 0,
+        "enforce_eager": device == "cuda" and config.model.enforce_eager,
         "model": files.fingerprint,
         "dtype": dtype,
         "activation_dtype": config.model.activation_dtype,
@@ -112,7 +113,7 @@ def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
         scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=_MOST_TOKENS, admission="greedy"),
     )
     prepare_kernels(config, report)
-    files = resolve_model(config.model.model, report, config.model.quantization)
+    files = resolve_model(config.model.model, report, config.model.quantization, config.model.load_format)
     model = load_model(config, files, report)
     local = build_engine(config, model, report, overlaps=False)
     spec = model.decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)

@@ -29,7 +29,7 @@ def early_pages(
     if not sys.platform.startswith("linux") or choose_device(config.model.device, torch.cuda.is_available()) != "cpu":
         return None
     try:
-        model = load_spec(files.path, [name for name in config.model.allow_config_fields.split(",") if name])
+        model = load_spec(files.path, config.model.allowed_config_fields)
         spec = _cache_spec(config, files, model)
         most = size_cache(config, model, spec, weight_bytes=0, free_bytes=available_memory(), device="cpu").num_blocks
         pages = HostPages(spec, most)

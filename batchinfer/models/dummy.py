@@ -2,7 +2,7 @@
 whose weights are not here. Called by loader."""
 
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
 import torch
@@ -36,6 +36,10 @@ class DummyCheckpoint:
             self._shapes |= _linear(module, outputs, inputs, scheme)
             if has_bias:
                 self._shapes[f"{module}.bias"] = (outputs,)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
 
     @property
     def names(self) -> Collection[str]:

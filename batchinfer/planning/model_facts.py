@@ -7,15 +7,16 @@ from typing import Any
 
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.config import JobConfig, ModelConfig
+from batchinfer.data.byte_tokenizer import ByteTokenizer
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import UsageError
 from batchinfer.executors.step_memory import written_out_bytes
 from batchinfer.models.loader import load_scheme, load_spec, own_dtype, quantization_config
-from batchinfer.models.resolve import ModelFiles, resolve_model
+from batchinfer.models.resolve import ModelFiles, has_tokenizer, resolve_model
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.models.step_work import StepWork, linear_parameters
 from batchinfer.planning.kv_forms import AttentionShape
-from batchinfer.planning.model_size import StoredTensor, WeightForm, WeightSizes, read_heads, weight_sizes
+from batchinfer.planning.model_size import StoredTensor, WeightForm, WeightSizes, dummy_heads, read_heads, weight_sizes
 
 _SCALE_SUFFIXES = (".k_scale", ".kv_scale", ".k_cache.scale", ".k_proj.output_scale")  # see quantization/kv_scales
 
@@ -84,17 +85,20 @@ def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
     """Finds or fetches the model's files and reads their heads. Errors as a run's."""
     options = config.model
     files = resolve_model(options.model, report, options.quantization, options.load_format)
-    spec = load_spec(files.path, [name for name in options.allow_config_fields.split(",") if name])
+    spec = load_spec(files.path, options.allowed_config_fields)
     scheme = load_scheme(files.path, options.quantization)
     dtype = own_dtype(files.path, spec, scheme is not None) if options.dtype == "auto" else options.dtype
     device, free_bytes = _device(options)
-    tensors = read_heads(files.path)
+    is_dummy = options.load_format == "dummy"
+    tensors = dummy_heads(spec, scheme) if is_dummy else read_heads(files.path)
     activations, types = options.activation_dtype, getattr(scheme, "types", {})
     form = WeightForm(dtype, activations == "int8", _packs(dtype, device), types, activations == "fp8")
     return ModelFacts(
         files,
         spec,
-        Tokenizer.load(files.path, config.input.chat_template),
+        ByteTokenizer(spec.vocab_size)
+        if is_dummy and not has_tokenizer(files.path)
+        else Tokenizer.load(files.path, config.input.chat_template),
         dtype,
         "none" if scheme is None else scheme.method,
         weight_sizes(tensors, spec, form),

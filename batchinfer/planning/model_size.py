@@ -12,9 +12,11 @@ from batchinfer.cache.spec import ELEMENT_BYTES
 from batchinfer.errors import BatchInferError
 from batchinfer.models.families.common import WeightNames
 from batchinfer.models.spec import DecoderSpec
+from batchinfer.quantization.scheme import QuantizationScheme
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _LARGEST_HEAD = 100_000_000  # bytes; as safetensors itself refuses more
+_DUMMY_DTYPES = {"qweight": ("I32", 4), "qzeros": ("I32", 4), "scales": ("F16", 2)}  # of all else F32
 _INT8_OUTPUTS, _INT8_ROTATION, _INT8_GROUP = 32, 64, 192  # see kernels/quantized_linear/weight.py
 _SUFFIXES = (".weight_packed", ".weight_blocks", ".weight_scale_inv", ".qweight", ".weight")  # of a layer's main tensor
 
@@ -62,6 +64,19 @@ def read_heads(path: Path) -> dict[str, StoredTensor]:
     if not files:
         raise BatchInferError(f"{path}: there are no safetensors files, whose weights a plan could count")
     return {name: tensor for file in files for name, tensor in _read_head(file)}
+
+
+def dummy_heads(spec: DecoderSpec, scheme: QuantizationScheme | None) -> dict[str, StoredTensor]:
+    """Every tensor that --load-format dummy draws. Raises UsageError for a scheme that it does not make."""
+    import torch  # here, as is what draws: nothing else of this module needs them
+
+    from batchinfer.models.dummy import DummyCheckpoint
+
+    found = {}
+    for name, shape in DummyCheckpoint(spec, scheme, torch.device("cpu")).shapes.items():
+        dtype, size = _DUMMY_DTYPES.get(name.rpartition(".")[2], ("F32", 4))
+        found[name] = StoredTensor(dtype, shape, size * math.prod(shape))
+    return found
 
 
 def _read_head(file: Path) -> Iterator[tuple[str, StoredTensor]]:

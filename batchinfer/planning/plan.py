@@ -52,8 +52,6 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
     config = options.config
     if request.expected_output_tokens is not None and config.scheduler.lengths_from is not None:
         raise UsageError("--expected-output-tokens and --lengths-from: give one of them")
-    if config.model.load_format == "dummy":
-        raise UsageError("--load-format dummy: a plan counts a checkpoint's weights; measure with bench")
     job = JobInput.read(config.input, config.sampling.seed, report, config.output.output)
     if request.calibrate:
         calibrate(config, report)

@@ -2,9 +2,10 @@
 
 import pytest
 
+from batchinfer.comparison.child import flags
 from batchinfer.comparison.variants import cross_product, parse_variations, plan_runs, with_variant
 from batchinfer.errors import UsageError
-from batchinfer.options import EffectiveOptions
+from batchinfer.options import EffectiveOptions, OptionValue
 
 BASE = EffectiveOptions.resolve({"input": ("a.jsonl",)})
 
@@ -24,6 +25,16 @@ def test_values_have_the_type_of_their_option():
     assert values("model=a/b=c,d") == [{"model": "a/b=c"}, {"model": "d"}]
     assert values("input=a.jsonl,b.jsonl") == [{"input": ("a.jsonl",)}, {"input": ("b.jsonl",)}]
     assert values("deadline=90m,2h") == [{"deadline": 5400.0}, {"deadline": 7200.0}]
+
+
+def test_the_guard_of_the_cache_varies_though_benches_leave_it_out():
+    """A bench replaces what nobody said; what varies is said to each run as a flag."""
+    first, second = cross_product(parse_variations(["kv-guard=0,strict:2"]))
+    assert "--kv-guard=0" in flags(with_variant(BASE, first))
+    varied = with_variant(BASE, second)
+    assert "--kv-guard=strict:2" in flags(varied)
+    assert varied.refined({"kv_guard": OptionValue("0", "bench")})["kv_guard"].value == "strict:2"
+    assert BASE.refined({"kv_guard": OptionValue("0", "bench")})["kv_guard"].value == "0"
 
 
 def test_the_last_option_varies_fastest():

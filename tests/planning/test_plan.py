@@ -160,7 +160,6 @@ def test_lengths_of_several_samples_of_an_earlier_run(model: Path, tiny_model: P
         (["--kv-cache-memory", "1KiB"], "a block of 16 tokens takes"),
         (["--max-model-len", 5000], "the model has positions for 1024 tokens"),
         (["--prompt-column", "nothing"], "no such column"),
-        (["--load-format", "dummy"], "a plan counts a checkpoint's weights"),
     ],
 )
 def test_faults_are_one_line(
@@ -171,6 +170,21 @@ def test_faults_are_one_line(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("batchinfer: error: ")
     assert message in last
+
+
+def test_weights_drawn_at_random_need_no_files(model: Path, tmp_path: Path) -> None:
+    """A plan of the shape alone takes the memory and the steps that one of the files takes."""
+    alone = tmp_path / "shape"
+    alone.mkdir()
+    (alone / "config.json").write_text((model / "config.json").read_text())
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8] * 30}])
+    options = ("--input", source, "--max-tokens", 4, "--ignore-eos", "--max-model-len", 64)
+    whole = plan(model, tmp_path, *options)
+    drawn = plan(alone, tmp_path, *options, "--load-format", "dummy")
+    for figure in ("rows", "prompt_tokens", "steps", "kv_blocks"):
+        assert drawn[figure] == whole[figure]
+    assert drawn["memory"]["weights_bytes"] == whole["memory"]["weights_bytes"] > 0
+    assert drawn["memory"]["cache_bytes"] == whole["memory"]["cache_bytes"]
 
 
 def test_a_gpu_that_is_not_here_may_be_planned_for(
@@ -250,7 +264,7 @@ def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.Monkey
     entry = json.loads(roofline.profile_path().read_text())["step_times"][0]
     assert (entry["device"], entry["threads"], entry["dtype"]) == ("cpu", 1, "fp32")
     key = {name: entry[name] for name in ("device", "threads", "model", "dtype", "activation_dtype", "kv_cache_dtype")}
-    key["kv_cache_dtype_skip_layers"] = ""
+    key |= {"kv_cache_dtype_skip_layers": "", "enforce_eager": False}
     assert load_step_times(key) is not None
     roofline.save_step_times(key, StepTimes((1, 100), (2.0, 2.0), 0.0, 0.0, 0.0, 0.0, "a clock", "2026-01-31"))
     assert plan(whole, tmp_path, *options)["time"]["middle_s"] == pytest.approx(10.0)
