@@ -38,7 +38,10 @@ def run(**task):
     return events
 
 
-def test_every_kernel_is_checked_and_measured():
+@pytest.mark.slow
+def test_every_kernel_is_checked_and_measured(monkeypatch):
+    some = [case for case in kernel_cases.cases(SMALL) if case.op != "sampling" or case.name == "greedy"]
+    monkeypatch.setattr(kernel_device, "cases", lambda model: some)
     (_, names), (_, ceilings), *events = run()
     assert ceilings["figures"] == {"bytes_per_s": 2 * 2**10 / 1e-3, "flops_per_s": 2 * 16**3 / 1e-3}
     begun = [values["number"] for event, values in events if event == "begin"]
