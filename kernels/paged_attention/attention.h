@@ -52,6 +52,33 @@ inline void load_query(const Problem& p, int64_t offset, float* to) {
     });
 }
 
+// Memory that is asked for, into the L2 cache, a little at a time while something is computed: asked for at once, most
+// of it would wait for the rest, and what is computed with it.
+class Ahead {
+   public:
+    void add(const char* from, int64_t bytes) { parts_[count_++] = {from, from + bytes}; }
+
+    void step() {
+        if (first_ == count_) return;
+        Part& part = parts_[first_];
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(part.at + i * 64, 0, 2);
+        part.at += LINES * 64;
+        if (part.at >= part.end) first_++;
+    }
+
+    void rest() {
+        while (first_ < count_) step();
+    }
+
+   private:
+    static constexpr int LINES = 4;  // a step: with one for each pair of numbers summed, all of a chunk of 16-bit ones
+    struct Part {
+        const char *at, *end;
+    };
+    Part parts_[CHUNK / GROUP];
+    int first_ = 0, count_ = 0;
+};
+
 // c[rows, n] = c * decay (per row; 0 where null) + a[rows, steps] b[steps, n]. Strides in elements.
 template <class Element>
 struct Product {
@@ -63,6 +90,7 @@ struct Product {
     float* c;
     int64_t c_stride;
     const float* decay;
+    Ahead* ahead;  // goes on with each step; or null
 };
 
 // Splits a product into blocks of rows and groups of 16 columns that fit the registers.

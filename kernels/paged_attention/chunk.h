@@ -17,11 +17,6 @@ struct Group {
     int count;
 };
 
-// Asks for a group's keys or values, into the L2 cache.
-inline void ask_for(const char* rows, int64_t row_bytes) {
-    for (int64_t i = 0; i < GROUP * row_bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
-}
-
 class Chunk {
    public:
     Group groups[CHUNK / GROUP];

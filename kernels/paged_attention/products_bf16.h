@@ -13,7 +13,6 @@ struct Bf16Math {
     using Element = uint32_t;  // two bf16
     static constexpr int PER_ELEMENT = 2;
     static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
-    static constexpr int FEW_ROWS = 4;
 
     // q is of bf16.
     static void load_query(const Problem& p, int64_t offset, uint32_t* to) {
@@ -50,6 +49,7 @@ struct Bf16Math {
                                     : _mm512_setzero_ps();
         }
         for (int64_t k = 0; k < p.steps; k++) {
+            if (p.ahead) p.ahead->step();
             __m512bh b[GROUPS];
 #pragma GCC unroll 4
             for (int n = 0; n < GROUPS; n++) b[n] = (__m512bh)_mm512_loadu_si512(p.b + k * p.b_stride + 16 * n);
@@ -68,15 +68,10 @@ struct Bf16Math {
     }
 };
 
-// Keys and values of a cache in one format, laid out for the products above or multiplied at once.
+// Keys and values of a cache in one format, laid out for the products above.
 template <class Codes>
 struct Bf16Layout {
-    // Over 16-bit caches few rows are no faster so: they wait for memory, and asking for more of it at a time than it
-    // delivers gains nothing.
-    static constexpr int FEW_ROWS = Codes::BYTES == 1 ? Bf16Math::FEW_ROWS : 0;
-
-    static void pack_keys(const Group& group, const Group& later, int64_t head_dim, uint32_t* to, float*) {
-        ask_for(later.keys, head_dim * Codes::BYTES);
+    static void pack_keys(const Group& group, int64_t head_dim, uint32_t* to, float*) {
         for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
             __m512i pairs[Codes::DIMS / 2];
             Codes::load_keys(group.keys, group.count, head_dim, d, pairs);
@@ -84,8 +79,7 @@ struct Bf16Layout {
         }
     }
 
-    static void pack_values(const Group& group, const Group& later, int64_t head_dim, uint32_t* to) {
-        ask_for(later.values, head_dim * Codes::BYTES);
+    static void pack_values(const Group& group, int64_t head_dim, uint32_t* to) {
         for (int j = 0; j < GROUP; j += 2, to += round_up(head_dim, 64)) {
             int64_t pair = j * head_dim * Codes::BYTES;
             for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
@@ -94,65 +88,6 @@ struct Bf16Layout {
                 for (int i = 0; i < Codes::DIMS / 16; i++) _mm512_storeu_si512(to + d + i * 16, pairs[i]);
             }
         }
-    }
-
-    // The same sums as multiply() over packed keys.
-    template <int ROWS>
-    static void score(const Group& group, const Group& later, int64_t head_dim, const uint32_t* queries, int64_t steps,
-                      float* scores) {
-        ask_for(later.keys, head_dim * Codes::BYTES);
-        __m512 sum[ROWS] = {};
-        for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
-            __m512i pairs[Codes::DIMS / 2];
-            Codes::load_keys(group.keys, group.count, head_dim, d, pairs);
-            const uint32_t* q = queries + d / 2;
-            int n = int(std::min<int64_t>(Codes::DIMS / 2, steps - d / 2));
-            if (n == Codes::DIMS / 2)
-                add_scores<ROWS, Codes::DIMS / 2>(q, steps, pairs, sum);
-            else
-                for (int k = 0; k < n; k++) add_scores<ROWS, 1>(q + k, steps, pairs + k, sum);
-        }
-        for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(scores + r * CHUNK, sum[r]);
-    }
-
-    // The same sums as multiply() over packed values.
-    template <int ROWS>
-    static void blend(const Group* groups, const Group* later, int n, int64_t head_dim, const uint32_t* weights,
-                      const float* decay, float* weighted, int64_t width) {
-        constexpr int N = Codes::DIMS / 16;
-        for (int64_t d = 0; d < head_dim; d += Codes::DIMS) {
-            int columns = int(std::min<int64_t>(N, (width - d) / 16));
-            __m512 sum[ROWS][N] = {};
-            for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < columns; i++)
-                    sum[r][i] = _mm512_mul_ps(_mm512_loadu_ps(weighted + r * width + d + 16 * i), _mm512_set1_ps(decay[r]));
-            for (int j = 0; j < n * GROUP; j += 2) {
-                const Group& group = groups[j / GROUP];
-                int64_t pair = j % GROUP * head_dim * Codes::BYTES;
-                if (d == 0 && j % GROUP == 0) ask_for(later[j / GROUP].values, head_dim * Codes::BYTES);
-                __m512i pairs[N];
-                Codes::load_values(group.values + pair, group.count - j % GROUP, head_dim, d, pairs);
-#pragma GCC unroll 4
-                for (int r = 0; r < ROWS; r++) {
-                    __m512bh w = (__m512bh)_mm512_set1_epi32(int(weights[r * CHUNK + j / 2]));
-#pragma GCC unroll 4
-                    for (int i = 0; i < N; i++) sum[r][i] = _mm512_dpbf16_ps(sum[r][i], w, (__m512bh)pairs[i]);
-                }
-            }
-            for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < columns; i++) _mm512_storeu_ps(weighted + r * width + d + 16 * i, sum[r][i]);
-        }
-    }
-
-   private:
-    template <int ROWS, int STEPS>
-    static void add_scores(const uint32_t* queries, int64_t stride, const __m512i* pairs, __m512 (&sum)[ROWS]) {
-#pragma GCC unroll 32
-        for (int k = 0; k < STEPS; k++)
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++)
-                sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(int(queries[r * stride + k])),
-                                          (__m512bh)pairs[k]);
     }
 };
 

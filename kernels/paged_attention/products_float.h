@@ -25,7 +25,6 @@ inline void transpose_rows(const float* from, int64_t width, float* to, int64_t 
 struct FloatMath {
     using Element = float;
     static constexpr int PER_ELEMENT = 1;  // values of the summed dimension in an Element
-    static constexpr int FEW_ROWS = 0;     // the largest of its layouts
 #if defined(__AVX512F__)
     static constexpr int MAX_ROWS = 6, MAX_GROUPS = 4;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -52,6 +51,7 @@ struct FloatMath {
                 sum[r][n] = p.decay ? load_vec(p.c + r * p.c_stride + n * LANES) * p.decay[r] : Vec{};
         }
         for (int64_t k = 0; k < p.steps; k++) {
+            if (p.ahead) p.ahead->step();
             Vec b[N];
 #pragma GCC unroll 16
             for (int n = 0; n < N; n++) b[n] = load_vec(p.b + k * p.b_stride + n * LANES);
@@ -73,17 +73,13 @@ struct FloatMath {
 // Lays out vectors of a cache in one format.
 template <class Format>
 struct FloatLayout {
-    static constexpr int FEW_ROWS = 0;
-
-    static void pack_keys(const Group& group, const Group& later, int64_t head_dim, float* to, float* scratch) {
+    static void pack_keys(const Group& group, int64_t head_dim, float* to, float* scratch) {
         int64_t width = round_up(head_dim, 16);
-        ask_for(later.keys, head_dim * BYTES);
         decode(group.keys, group.count, head_dim, scratch, width);
         transpose_rows(scratch, width, to, CHUNK);
     }
 
-    static void pack_values(const Group& group, const Group& later, int64_t head_dim, float* to) {
-        ask_for(later.values, head_dim * BYTES);
+    static void pack_values(const Group& group, int64_t head_dim, float* to) {
         decode(group.values, group.count, head_dim, to, round_up(head_dim, 64));
     }
 

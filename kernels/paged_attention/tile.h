@@ -107,7 +107,7 @@ class TileAttention {
         }
     }
 
-    // The first chunk is located already, and the one after the last when it returns. While a chunk is laid out, the
+    // The first chunk is located already, and the one after the last when it returns. While a chunk is multiplied, the
     // memory is asked for the next.
     void run_span(int64_t span, const Softmax& result, const Place& next) {
         int64_t first = std::max(span * SPAN, tile_.first_key / CHUNK * CHUNK);
@@ -117,13 +117,8 @@ class TileAttention {
             int groups = int((std::min<int64_t>(CHUNK, end - key) + GROUP - 1) / GROUP);
             int64_t following = key + CHUNK;
             next_->locate(p_, following < end ? Place{tile_.sequence, head_, following, tile_.end_key} : next);
-            for (int g = groups; g < CHUNK / GROUP; g++)  // the others are asked for while groups are read
-                ask_for(next_->groups[g].keys, p_.row_bytes()), ask_for(next_->groups[g].values, p_.row_bytes());
             if (p_.scales_per_token) load_factors();
-            if (rows_ <= layout_.few_rows)
-                attend_at_once(key, groups, result);
-            else
-                attend(key, groups, result);
+            attend(key, groups, result);
             std::swap(now_, next_);
         }
     }
@@ -164,44 +159,40 @@ class TileAttention {
 
     void lay_out_keys(int groups) {
         for (int g = 0; g < groups; g++)
-            layout_.pack_keys(now_->groups[g], next_->groups[g], p_.head_dim, keys_ + g * GROUP, scratch_);
+            layout_.pack_keys(now_->groups[g], p_.head_dim, keys_ + g * GROUP, scratch_);
     }
 
     void lay_out_values(int groups) {
         int64_t size = values_stride_ * GROUP / Math::PER_ELEMENT;
         for (int g = 0; g < groups; g++)
-            layout_.pack_values(now_->groups[g], next_->groups[g], p_.head_dim, values_ + g * size);
-    }
-
-    void attend_at_once(int64_t key, int groups, const Softmax& result) {
-        Memory& m = memory_;
-        for (int g = 0; g < groups; g++)
-            layout_.score[rows_](now_->groups[g], next_->groups[g], p_.head_dim, queries_, steps_, m.scores + g * GROUP);
-        weigh_rows(0, rows_, key, groups, result);
-        layout_.blend[rows_](now_->groups, next_->groups, groups, p_.head_dim, m.weights, m.decay, result.weighted,
-                             width_);
+            layout_.pack_values(now_->groups[g], p_.head_dim, values_ + g * size);
     }
 
     // For a single block values are laid out after the scores: what is asked for of the next chunk spreads over more time.
     void attend(int64_t key, int groups, const Softmax& result) {
+        Ahead keys, values;
+        for (const Group& group : next_->groups)
+            keys.add(group.keys, GROUP * p_.row_bytes()), values.add(group.values, GROUP * p_.row_bytes());
         lay_out_keys(groups);
         if (rows_ > Math::MAX_ROWS) lay_out_values(groups);
-        for (int64_t r = 0; r < rows_; r += Math::MAX_ROWS) attend_block(r, key, groups, result);
+        for (int64_t r = 0; r < rows_; r += Math::MAX_ROWS) attend_block(r, key, groups, result, keys, values);
+        keys.rest(), values.rest();
     }
 
     // The rows of one block of the products, from r on, over one chunk.
-    void attend_block(int64_t r, int64_t key, int groups, const Softmax& result) {
+    void attend_block(int64_t r, int64_t key, int groups, const Softmax& result, Ahead& keys, Ahead& values) {
         Memory& m = memory_;
         int64_t rows = std::min<int64_t>(Math::MAX_ROWS, rows_ - r);
         Sight last = sight_of(r + rows - 1, key);
         if (last.last < 0 || sight_of(r, key).first >= CHUNK) return;
         int seen = std::min(groups, last.last / GROUP + 1);
-        multiply_rows<Math>(rows, seen, {queries_ + r * steps_, steps_, keys_, CHUNK, steps_, m.scores, CHUNK, nullptr});
+        multiply_rows<Math>(rows, seen,
+                            {queries_ + r * steps_, steps_, keys_, CHUNK, steps_, m.scores, CHUNK, nullptr, &keys});
         weigh_rows(r, rows, key, seen, result);
         if (rows_ <= Math::MAX_ROWS) lay_out_values(groups);
         multiply_rows<Math>(rows, width_ / GROUP,
                             {m.weights, CHUNK, values_, values_stride_, seen * GROUP / Math::PER_ELEMENT,
-                             result.weighted + r * width_, width_, m.decay});
+                             result.weighted + r * width_, width_, m.decay, &values});
     }
 
     void weigh_rows(int64_t r, int64_t rows, int64_t key, int groups, const Softmax& result) {
