@@ -25,7 +25,6 @@ class HostPages:
         self._block_bytes = [size for layer in range(spec.num_layers) for size in [block_bytes(spec, layer)] * 2]
         self._maps = [huge_pages(size * most_blocks) for size in self._block_bytes]
         self._thread: threading.Thread | None = None
-        self._stopping = threading.Event()
 
     def memory(self, spec: KVCacheSpec, num_blocks: int) -> Sequence[mmap.mmap] | None:
         """Keys and values of each layer in turn, with room for num_blocks of its blocks or more; None where these
@@ -34,14 +33,14 @@ class HostPages:
         return self._maps if sizes == self._block_bytes and num_blocks <= self.most_blocks else None
 
     def ask_for(self, num_blocks: Callable[[], int]) -> None:
-        """Has a thread fill the first num_blocks() blocks with zeros, which it calls too, until `stop`. Whatever fails
-        there only leaves the pages to their first writes."""
+        """Has a thread fill the first num_blocks() blocks with zeros, which it calls too. Whatever fails there only
+        leaves the pages to their first writes."""
         self._thread = threading.Thread(target=self._ask, args=(num_blocks,), name="kv-pages", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread, within milliseconds: blocks may be written from now on."""
-        self._stopping.set()
+    def wait(self) -> None:
+        """Until the thread has ended: before that nothing may be written. Where much is left, the wait is shorter than
+        what the steps would spend on it, which hold up every processor."""
         if self._thread is not None:
             self._thread.join()
 
@@ -51,8 +50,6 @@ class HostPages:
             step = max(1, _HUGE_PAGE // max(self._block_bytes))
             for first in range(0, blocks, step):
                 for memory, size in zip(self._maps, self._block_bytes, strict=True):
-                    if self._stopping.is_set():
-                        return
                     view = ctypes.c_char.from_buffer(memory)  # keeps the memory mapped
                     ctypes.memset(ctypes.addressof(view) + first * size, 0, min(step, blocks - first) * size)
 

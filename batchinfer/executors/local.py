@@ -79,7 +79,7 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
         check_amd(torch.cuda.get_device_name())
     torch.set_num_threads(config.model.threads or usable_processors())
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
-    allowed = [name for name in config.model.allow_config_fields.split(",") if name]
+    allowed = config.model.allowed_config_fields
     options = config.model
     decoder = load_decoder(
         *(files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report),
@@ -141,7 +141,7 @@ def build_engine(
         report("--kv-allocation contiguous: nothing of the cache can be shared, so prefix caching is off")
     cache = PagedKVCache(spec, size.num_blocks, model.device, pages)
     if pages is not None:
-        pages.stop()
+        pages.wait()
     if config.cache.explain_memory:
         sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks, scratch)
         for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):

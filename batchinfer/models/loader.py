@@ -110,7 +110,7 @@ def own_dtype(path: Path, spec: DecoderSpec, is_quantized: bool) -> str:
 def checkpoint_options(path: Path, config: ModelConfig) -> dict[str, OptionValue]:
     """What --quantization auto and --dtype auto stand for with this model. Errors as load_decoder's."""
     scheme = load_scheme(path, config.quantization)
-    spec = load_spec(path, config.allow_config_fields.split(","))
+    spec = load_spec(path, config.allowed_config_fields)
     values = {"quantization": "none" if scheme is None else scheme.method}
     if spec.dtype is not None:
         values["dtype"] = own_dtype(path, spec, scheme is not None)

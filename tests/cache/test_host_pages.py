@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -23,18 +22,12 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def filled(pages: HostPages) -> None:
-    assert pages._thread is not None
-    pages._thread.join(30)
-    assert not pages._thread.is_alive()
-
-
 def test_only_what_is_asked_for_takes_memory():
     before = resident_bytes()
     pages = HostPages(SPEC, most_blocks=1 << 15)  # 4 GiB
     assert resident_bytes() - before < 16 << 20
     pages.ask_for(lambda: 1000)
-    filled(pages)
+    pages.wait()
     taken = resident_bytes() - before
     assert 1000 * 4 * KEYS <= taken < 1000 * 4 * KEYS + 4 * (4 << 20) + (16 << 20)  # a huge page at each end
     memory = pages.memory(SPEC, 1 << 15)
@@ -46,32 +39,16 @@ def test_only_what_is_asked_for_takes_memory():
 def test_no_more_than_there_is_room_for():
     pages = HostPages(SPEC, most_blocks=10)
     pages.ask_for(lambda: 1 << 40)
-    filled(pages)
+    pages.wait()
     memory = pages.memory(SPEC, 10)
     assert memory is not None
     assert [len(place) for place in memory] == [10 * KEYS] * 4
 
 
-def test_stop_ends_it_before_the_next_huge_page():
-    before = resident_bytes()
-    pages = HostPages(SPEC, most_blocks=1 << 15)
-    counted = threading.Event()
-
-    def blocks() -> int:
-        counted.set()
-        time.sleep(0.2)  # meanwhile it is stopped
-        return 1 << 15
-
-    pages.ask_for(blocks)
-    counted.wait()
-    pages.stop()
-    assert resident_bytes() - before < 64 << 20
-
-
-def test_what_was_written_after_stop_stays():
+def test_what_was_written_after_the_wait_stays():
     pages = HostPages(SPEC, most_blocks=4000)
-    pages.ask_for(lambda: 4000)
-    pages.stop()
+    pages.ask_for(lambda: time.sleep(0.1) or 4000)
+    pages.wait()
     cache = PagedKVCache(SPEC, 4000, pages=pages)
     for layer in range(2):
         cache.key(layer).fill_(1)
@@ -87,7 +64,7 @@ def test_a_fault_in_counting_leaves_the_pages_to_their_first_writes():
     before = resident_bytes()
     pages = HostPages(SPEC, most_blocks=1 << 12)
     pages.ask_for(fails)
-    filled(pages)
+    pages.wait()
     assert resident_bytes() - before < 16 << 20
     PagedKVCache(SPEC, 1 << 12, pages=pages).key(0)[5] = 1
 
