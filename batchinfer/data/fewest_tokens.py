@@ -8,7 +8,7 @@ from batchinfer.data.readers import iter_rows
 from batchinfer.request import SamplingParams
 
 _SAMPLE_ROWS = 64
-_TOKEN_CHARACTERS = 5  # few texts have more a token
+_TOKEN_CHARACTERS = 4  # of most texts, or fewer
 _SURE_OUTPUT = 64  # tokens of an answer that may end by itself
 _MOST_IDS = 1 << 31  # a vocabulary that no row's token ids are beyond
 

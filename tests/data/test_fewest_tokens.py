@@ -21,7 +21,7 @@ UNTIL_THE_END = SamplingParams(max_tokens=128, ignore_eos=True)
 
 def test_texts_by_their_characters(tmp_path):
     rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 50]})
-    assert fewest_tokens(rows, UNTIL_THE_END) == (20 + 10) / 2 + 128
+    assert fewest_tokens(rows, UNTIL_THE_END) == (25 + 12) / 2 + 128
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def test_texts_by_their_characters(tmp_path):
     ],
 )
 def test_answers_that_may_end_count_little(tmp_path, params, answer):
-    assert fewest_tokens(job(tmp_path, {"prompt": ["x" * 100]}), params) == 20 + answer
+    assert fewest_tokens(job(tmp_path, {"prompt": ["x" * 100]}), params) == 25 + answer
 
 
 def test_a_rows_own_limit_counts(tmp_path):
     rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 100], "max_tokens": [4, None]})
-    assert fewest_tokens(rows, UNTIL_THE_END) == 20 + (4 + 128) / 2
+    assert fewest_tokens(rows, UNTIL_THE_END) == 25 + (4 + 128) / 2
 
 
 def test_token_ids_count_one_each(tmp_path):
@@ -48,20 +48,20 @@ def test_token_ids_count_one_each(tmp_path):
 
 
 def test_chats_count_their_texts(tmp_path):
-    chat = [{"role": "user", "content": "x" * 200}]  # and the role's four characters
-    assert fewest_tokens(job(tmp_path, {"messages": [chat]}), UNTIL_THE_END) == 40 + 128
+    chat = [{"role": "user", "content": "x" * 200}]  # and the role's four characters, a token
+    assert fewest_tokens(job(tmp_path, {"messages": [chat]}), UNTIL_THE_END) == 50 + 1 + 128
 
 
 def test_a_template_counts_its_columns(tmp_path):
     rows = job(tmp_path, {"a": ["x" * 50], "b": ["x" * 30], "c": ["x" * 999]}, template="{{ a }} {{ b }}")
-    assert fewest_tokens(rows, UNTIL_THE_END) == 16 + 128
+    assert fewest_tokens(rows, UNTIL_THE_END) == 12 + 7 + 128
 
 
 def test_rows_that_cannot_be_answered_do_not_count(tmp_path):
     rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 500], "max_tokens": [4, -1]})
-    assert fewest_tokens(rows, UNTIL_THE_END) == 20 + 4
+    assert fewest_tokens(rows, UNTIL_THE_END) == 25 + 4
 
 
 def test_only_the_first_rows_are_read(tmp_path):
     rows = job(tmp_path, {"prompt": ["x" * 100] * 64 + ["x" * 9999]})
-    assert fewest_tokens(rows, UNTIL_THE_END) == 20 + 128
+    assert fewest_tokens(rows, UNTIL_THE_END) == 25 + 128

@@ -43,8 +43,8 @@ def asked(monkeypatch, files, job, num_left, **options) -> tuple[int, int] | Non
 
 def test_rows_at_once_hold_at_least_their_prompts_and_answers(monkeypatch, files, job):
     most = (1 << 20) // (4 * 2 * 2 * 2 * 8 * 4)  # tokens, keys and values, layers, heads, head size, float32
-    assert asked(monkeypatch, files, job, 40, max_num_seqs=10) == (10 * (20 + 12) // 4, min(most, 10 * 64 // 4))
-    assert asked(monkeypatch, files, job, 3, max_num_seqs=10) == (3 * (20 + 12) // 4, min(most, 10 * 64 // 4))
+    assert asked(monkeypatch, files, job, 40, max_num_seqs=10) == (10 * (25 + 12) // 4, min(most, 10 * 64 // 4))
+    assert asked(monkeypatch, files, job, 3, max_num_seqs=10) == (3 * (25 + 12) // 4, min(most, 10 * 64 // 4))
 
 
 def test_an_8_bit_cache_has_room_for_more_blocks(monkeypatch, files, job):
