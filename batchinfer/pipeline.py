@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,7 @@ def _measure(run: "_Run", sink: Sink) -> dict[str, Any]:
         ending = run.answer(sink, run.input.selected, Tally())
     if ending is Ending.INTERRUPTED:
         raise KeyboardInterrupt
-    own = {"startup_s": run.startup_s, "max_model_len": run.max_model_len, **meter.figures()}
-    return {**own, **run.figures(Tally())}
+    return {"startup_s": run.startup_s, "max_model_len": run.max_model_len, **meter.figures(), **run.figures(Tally())}
 
 
 def _answer_to_files(run: "_Run", writer: OutputWriter, target: str, overwrites: bool) -> ExitCode:
@@ -182,15 +182,15 @@ class _Run:
         kept_len = kept.get("max_model_len")
         if kept_len is not None:
             config = replace(config, model=replace(config.model, max_model_len=kept_len))
-        pages = early_pages(config, self._files, self.input, self._sampling, num_left)
         with self.phases.timed("kernels"):
             prepare_kernels(config, _say)
         with self.phases.timed("model"):
-            model = load_model(config, self._files, _say)
+            pages = partial(early_pages, config, self._files, self.input, self._sampling, num_left)
+            model = load_model(config, self._files, _say, pages)
         self.guard_outcome = kept.get("kv_guard") if kept else self._guard(config, model)
         try:
             with self.phases.timed("model"):
-                self._local = build_engine(config, model, _say, wide_layers_of(self.guard_outcome), pages=pages)
+                self._local = build_engine(config, model, _say, wide_layers_of(self.guard_outcome))
         except UsageError as error:
             if kept_len is None:
                 raise

@@ -23,7 +23,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     stays = option.collectonly or option.usepdb or option.trace or hasattr(config, "workerinput")
     if chooses or stays or not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None:
         return
-    workers = min(len(processors()), psutil.virtual_memory().total // WORKER_BYTES, MOST_WORKERS)
+    workers = min(len(processors()), memory_bytes() // WORKER_BYTES, MOST_WORKERS)
     if workers > 1:
         option.numprocesses = workers
         option.dist = "worksteal"  # keeps neighbours, which share fixtures, together as long as may be
@@ -36,6 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
         mine = processors()[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]
         if mine and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, mine)
+
+
+def memory_bytes() -> int:
+    """Of the machine, or of the container that this runs in."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
 
 
 def processors() -> list[int]:

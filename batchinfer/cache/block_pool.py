@@ -112,8 +112,11 @@ class BlockPool:
 
     def _evict(self, num_blocks: int) -> list[int]:
         """Forgets the least recently used of the cached blocks."""
-        blocks = []
-        for _ in range(num_blocks):
+        blocks: list[int] = []
+        while len(blocks) < num_blocks:
+            if self._recycled:  # what hung on one that was forgotten
+                blocks.append(self._recycled.pop())
+                continue
             block = self._cached.popitem(last=False)[0]
             self._forget(block)
             blocks.append(block)

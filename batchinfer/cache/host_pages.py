@@ -25,6 +25,8 @@ class HostPages:
         self._block_bytes = [size for layer in range(spec.num_layers) for size in [block_bytes(spec, layer)] * 2]
         self._maps = [huge_pages(size * most_blocks) for size in self._block_bytes]
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_counted = self._is_stopped = False
 
     def memory(self, spec: KVCacheSpec, num_blocks: int) -> Sequence[mmap.mmap] | None:
         """Keys and values of each layer in turn, with room for num_blocks of its blocks or more; None where these
@@ -39,17 +41,31 @@ class HostPages:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the thread has ended: before that nothing may be written. Where much is left, the wait is shorter than
-        what the steps would spend on it, which hold up every processor."""
+        """Until the thread has written what it was to write: before that nobody else may. Where much is left, the wait
+        is shorter than what the steps would spend on it, which hold up every processor. What is not counted by now is
+        left to first writes."""
+        with self._lock:
+            if not self._is_counted:
+                self._is_stopped = True
+                return
         if self._thread is not None:
             self._thread.join()
+
+    def stop(self) -> None:
+        """The pages are not needed: the thread ends soon."""
+        with self._lock:
+            self._is_stopped = True
 
     def _ask(self, num_blocks: Callable[[], int]) -> None:
         with suppress(Exception):  # whoever reads the rows in earnest says what is wrong with them
             blocks = min(num_blocks(), self.most_blocks)
+            with self._lock:
+                self._is_counted = True
             step = max(1, _HUGE_PAGE // max(self._block_bytes))
             for first in range(0, blocks, step):
                 for memory, size in zip(self._maps, self._block_bytes, strict=True):
+                    if self._is_stopped:
+                        return
                     view = ctypes.c_char.from_buffer(memory)  # keeps the memory mapped
                     ctypes.memset(ctypes.addressof(view) + first * size, 0, min(step, blocks - first) * size)
 

@@ -60,9 +60,9 @@ def kernels(
     if compile_only:
         _compile(target.split(","), model_names)
         return
-    from batchinfer.executors.gpu_check import CheckRequest, GpuCheck
-    from batchinfer.executors.kernel_device import ready  # here, as it brings torch
-    from batchinfer.executors.kernel_gates import models
+    from batchinfer.executors.gpu_check import CheckRequest, GpuCheck  # here, as they bring torch
+    from batchinfer.executors.kernel_cases import models
+    from batchinfer.executors.kernel_device import ready
 
     models(model_names)
     if device == "cpu" and "kernels" in parts:
@@ -73,7 +73,7 @@ def kernels(
         parts=parts,
         models=model_names,
         shape=shape,
-        workloads=workloads,
+        workloads=_checked(workloads, num_seqs),
         num_seqs=num_seqs,
         device=device,
         budget_s=budget,
@@ -82,20 +82,33 @@ def kernels(
     try:
         check.run()
     finally:
-        for line in check.summary():
-            click.echo(line)
         if json_file is not None:
             json_file.write(json.dumps(check.to_json(), indent=2) + "\n")
+        for line in check.summary():
+            click.echo(line)
     if check.found.num_wrong or check.found.failures:
         raise BatchInferError(
             f"{check.found.num_wrong} kernels differ from their references, {len(check.found.failures)} failures"
         )
 
 
-def _compile(target_names: list[str], model_names: tuple[str, ...]) -> None:
-    from batchinfer.executors import kernel_gates  # here, as it brings torch
+def _checked(workloads: tuple[str, ...], num_seqs: int) -> tuple[str, ...]:
+    """The workloads as the model's part tells them. Raises UsageError before any time is spent."""
+    from batchinfer.executors.model_speed import Workload, speed_config  # here, as it brings torch
 
-    chosen, shapes = kernel_gates.targets(target_names), kernel_gates.models(model_names)
+    loads = [Workload.parse(text) for text in workloads]
+    try:
+        speed_config({"max_num_seqs": num_seqs})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return tuple(f"{load.num_inputs}/{load.num_outputs}" for load in loads)
+
+
+def _compile(target_names: list[str], model_names: tuple[str, ...]) -> None:
+    from batchinfer.executors import kernel_gates  # here, as they bring torch
+    from batchinfer.executors.kernel_cases import models
+
+    chosen, shapes = kernel_gates.targets(target_names), models(model_names)
     click.echo(kernel_gates.table_head())
     failed = 0
     for verdict in kernel_gates.all_verdicts(chosen, shapes):

@@ -23,8 +23,13 @@ class _Kept:
     """What the last stacks followed from."""
 
     whole: Ints
+    units: Ints
     table: Ints
     stacks: Ints
+
+    def is_for(self, whole: Ints, units: Ints, table: Ints) -> bool:
+        pairs = ((self.whole, whole), (self.units, units), (self.table, table))
+        return all(np.array_equal(mine, other) for mine, other in pairs)
 
 
 class KeyStacks:
@@ -56,17 +61,18 @@ class KeyStacks:
     def of(self, inputs: StepInputs, prompt_lens: npt.NDArray[np.int32]) -> Ints:
         """int32 [num_seqs, width], as paged_attention takes them. The same array as before where nothing changed."""
         keys = segment_keys(inputs.seq_lens)
+        units = keys // SEGMENT_KEYS
         is_single = np.diff(inputs.cu_seqlens_q) == 1
-        whole = np.where(is_single, np.minimum(inputs.seq_lens - 1, prompt_lens) // keys, 0) * (keys // SEGMENT_KEYS)
+        whole = np.where(is_single, np.minimum(inputs.seq_lens - 1, prompt_lens) // keys, 0) * units
         most = int(whole.max())
         if most == 0:
             return self.alone(len(whole))
         table = inputs.block_table[:, : most * self._blocks]
         kept = self._kept
-        if kept is None or not (np.array_equal(kept.whole, whole) and np.array_equal(kept.table, table)):
+        if kept is None or not kept.is_for(whole, units, table):
             stacks = self.alone(len(whole))
-            self._fill(stacks, table, whole, keys // SEGMENT_KEYS)
-            self._kept = kept = _Kept(whole, table.copy(), stacks)
+            self._fill(stacks, table, whole, units)
+            self._kept = kept = _Kept(whole, units, table.copy(), stacks)
         return kept.stacks
 
     def _fill(self, stacks: Ints, table: Ints, whole: Ints, units: Ints) -> None:

@@ -36,8 +36,8 @@ def run_kernels(task: Mapping[str, Any], tell: Tell) -> None:
     """Checks cases until the time is over. One that raises is told of, and the next one follows where the device still
     works."""
     end, device = time.monotonic() + task["seconds"], task["device"]
+    from batchinfer.executors.kernel_cases import models
     from batchinfer.executors.kernel_device import check_case, device_cases, figure_line, measure_ceilings
-    from batchinfer.executors.kernel_gates import models
 
     todo = device_cases(models(task["models"]))
     tell("cases", names=[f"{model.name} {case.name}" for model, case in todo])

@@ -9,7 +9,6 @@ from batchinfer.data.fewest_tokens import fewest_tokens
 from batchinfer.data.job_input import JobInput
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.executors.cache_size import size_cache
-from batchinfer.executors.local import available_memory, choose_device
 from batchinfer.models.loader import load_scheme, load_spec, own_dtype
 from batchinfer.models.resolve import ModelFiles
 from batchinfer.models.spec import DecoderSpec
@@ -17,26 +16,33 @@ from batchinfer.request import SamplingParams
 
 
 def early_pages(
-    config: JobConfig, files: ModelFiles, job: JobInput, defaults: SamplingParams, num_left: int
+    config: JobConfig,
+    files: ModelFiles,
+    job: JobInput,
+    defaults: SamplingParams,
+    num_left: int,
+    device: str,
+    free_bytes: int,
 ) -> HostPages | None:
     """Room for the job's cache, of which a thread asks for as much as its rows need at least.
 
-    num_left: rows to be answered. None on a GPU, outside Linux, and where the model or the options are at fault, which
-    loading says better.
+    num_left: rows to be answered. device: "cpu" or "cuda". free_bytes: of its memory, before anything is loaded. None
+    on a GPU, outside Linux, and where the model or the options are at fault, which loading says better.
     """
-    import torch
-
-    if not sys.platform.startswith("linux") or choose_device(config.model.device, torch.cuda.is_available()) != "cpu":
+    if not sys.platform.startswith("linux") or device != "cpu":
         return None
     try:
         model = load_spec(files.path, config.model.allowed_config_fields)
         spec = _cache_spec(config, files, model)
-        most = size_cache(config, model, spec, weight_bytes=0, free_bytes=available_memory(), device="cpu").num_blocks
-        pages = HostPages(spec, most)
+        pages = HostPages(spec, size_cache(config, model, spec, 0, free_bytes, device).num_blocks)
+        most_weights = 2 * sum(
+            file.stat().st_size for file in files.path.glob("*.safetensors")
+        )  # widened, at the worst
+        surely_there = size_cache(config, model, spec, most_weights, free_bytes, device).num_blocks
     except (BatchInferError, UsageError, ValueError, OSError):
         return None
     at_once = min(num_left, config.scheduler.max_num_seqs)
-    pages.ask_for(lambda: int(at_once * fewest_tokens(job, defaults)) // spec.block_size)
+    pages.ask_for(lambda: min(surely_there, int(at_once * fewest_tokens(job, defaults)) // spec.block_size))
     return pages
 
 

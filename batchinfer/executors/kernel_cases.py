@@ -1,13 +1,14 @@
 """The calls that the checks of the GPU kernels make: each operation at the sizes of known models. Used by kernel_gates
 and kernel_device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from batchinfer.errors import UsageError
 from batchinfer.kernels.common.key_offset import SEGMENT
 from batchinfer.kernels.paged_attention.segments import SEGMENT_KEYS, stack_size
 
@@ -284,3 +285,12 @@ def _changes(model: ModelShape, device: str) -> Any:
     values = torch.ones(NUM_SEQS * each, device=device)
     penalties = Penalties(tokens, values, ones * 1.1, ones * 0.1, ones * 0.1)
     return LogitChanges(Bias(tokens, values), penalties, RowTokens(offsets, token_ids + model.vocab // 2))
+
+
+def models(names: Sequence[str]) -> list[ModelShape]:
+    """All without a name. Raises UsageError on a name that is not in the table."""
+    known = {model.name: model for model in MODELS}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--model {name}: must be of {', '.join(known)}")
+    return [known[name] for name in names] or list(MODELS)

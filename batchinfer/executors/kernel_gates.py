@@ -12,7 +12,7 @@ import triton
 from triton.compiler import CompiledKernel
 
 from batchinfer.errors import UsageError
-from batchinfer.executors.kernel_cases import MODELS, KernelCase, ModelShape, cases
+from batchinfer.executors.kernel_cases import KernelCase, ModelShape, cases
 from batchinfer.kernels.common.triton_ahead import ahead_of_time
 from batchinfer.kernels.common.triton_inspect import Anatomy, dissect
 from batchinfer.kernels.common.triton_targets import TARGETS, Target
@@ -46,15 +46,6 @@ def targets(names: Sequence[str]) -> list[Target]:
         if name not in TARGETS:
             raise UsageError(f"--target {name}: must be of {', '.join(TARGETS)}")
     return [TARGETS[name] for name in names]
-
-
-def models(names: Sequence[str]) -> list[ModelShape]:
-    """All without a name. Raises UsageError on a name that is not in the table."""
-    known = {model.name: model for model in MODELS}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"--model {name}: must be of {', '.join(known)}")
-    return [known[name] for name in names] or list(MODELS)
 
 
 def all_verdicts(targets: Sequence[Target], models: Sequence[ModelShape]) -> Iterator[Verdict]:

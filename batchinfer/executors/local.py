@@ -40,6 +40,7 @@ class LoadedModel:
     device: str  # "cpu" or "cuda"
     free_bytes: int  # of the device, before the weights were loaded
     eos_token_ids: frozenset[int]
+    pages: "HostPages | None" = None  # for the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,14 @@ def load_engine(config: JobConfig, files: ModelFiles, report: Callable[[str], No
     return build_engine(config, load_model(config, files, report), report)
 
 
-def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> LoadedModel:
-    """Raises UsageError for a device that is not there, BatchInferError for a faulty model."""
+def load_model(
+    config: JobConfig,
+    files: ModelFiles,
+    report: Callable[[str], None],
+    early_pages: "Callable[[str, int], HostPages | None]" = lambda device, free_bytes: None,
+) -> LoadedModel:
+    """early_pages: memory for the cache that is asked for meanwhile; it gets the device and its free bytes. Raises
+    UsageError for a device that is not there, BatchInferError for a faulty model."""
     import torch
 
     from batchinfer.models.loader import eos_token_ids, load_decoder
@@ -79,8 +86,8 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
         check_amd(torch.cuda.get_device_name())
     torch.set_num_threads(config.model.threads or usable_processors())
     free_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
-    allowed = config.model.allowed_config_fields
-    options = config.model
+    pages = early_pages(device, free_bytes)
+    allowed, options = config.model.allowed_config_fields, config.model
     decoder = load_decoder(
         *(files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report),
         options.load_format,
@@ -91,7 +98,7 @@ def load_model(config: JobConfig, files: ModelFiles, report: Callable[[str], Non
     ends = eos_token_ids(files.path)
     if tokenizer.eos_token_id is not None:
         ends |= {tokenizer.eos_token_id}
-    return LoadedModel(decoder, tokenizer, device, free_bytes, ends)
+    return LoadedModel(decoder, tokenizer, device, free_bytes, ends, pages)
 
 
 def _tokenizer(config: JobConfig, path: Path, vocab_size: int) -> Tokenizer:
@@ -123,12 +130,10 @@ def build_engine(
     report: Callable[[str], None],
     wide_layers: Collection[int] = (),
     overlaps: bool = True,
-    pages: "HostPages | None" = None,
 ) -> LocalEngine:
     """Allocates the cache, of which wide_layers are kept in the model's precision, and makes a GPU ready for the first
     step. `report` gets the lines that say what was decided. overlaps: a GPU's steps may be submitted before the last
-    one has ended, so that a call of Engine.step does not stand for one. pages: as of early_pages. Raises UsageError for
-    sizes that do not fit."""
+    one has ended, so that a call of Engine.step does not stand for one. Raises UsageError for sizes that do not fit."""
     from batchinfer.cache.paged_kv import PagedKVCache
     from batchinfer.executors.cache_size import describe, memory_budget, memory_table, size_cache
 
@@ -139,9 +144,9 @@ def build_engine(
         report(line)
     if config.scheduler.reserves and config.cache.enable_prefix_caching:
         report("--kv-allocation contiguous: nothing of the cache can be shared, so prefix caching is off")
-    cache = PagedKVCache(spec, size.num_blocks, model.device, pages)
-    if pages is not None:
-        pages.wait()
+    cache = PagedKVCache(spec, size.num_blocks, model.device, model.pages)
+    if model.pages is not None:
+        model.pages.wait() if model.pages.memory(spec, size.num_blocks) else model.pages.stop()
     if config.cache.explain_memory:
         sizes = (decoder.weight_bytes, model.free_bytes, model.device, spec, size.num_blocks, scratch)
         for line in memory_table(memory_budget(config, decoder.spec, *sizes) | {"cache_bytes": cache.nbytes}):

@@ -25,11 +25,14 @@ def run_part(task: Mapping[str, Any], limit_s: float, silent_s: float, take: Tak
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
         try:
-            for line in _lines(process, time.monotonic() + limit_s, silent_s):
+            end = time.monotonic() + limit_s
+            for line in _lines(process, end, silent_s):
                 take(json.loads(line))
-            code = process.wait()
+            code = process.wait(max(0.0, end - time.monotonic()))
         except TimeoutError as error:
             return str(error)
+        except subprocess.TimeoutExpired:
+            return OUT_OF_TIME
         finally:
             process.kill()
             process.wait()
@@ -45,11 +48,7 @@ def _lines(process: "subprocess.Popen[bytes]", end: float, silent_s: float) -> I
     while True:
         left_s = end - time.monotonic()
         if not select.select([pipe], [], [], max(0.0, min(left_s, silent_s)))[0]:
-            raise TimeoutError(
-                f"nothing came for {format_duration(silent_s)}"
-                if silent_s < left_s
-                else "it did not end within its time"
-            )
+            raise TimeoutError(f"nothing came for {format_duration(silent_s)}" if silent_s < left_s else OUT_OF_TIME)
         read = os.read(pipe, 1 << 16)
         if not read:
             return

@@ -73,6 +73,7 @@ class Forecast:
 
     def begin_step(self) -> None:
         self._outlook = None
+        self._settle()
         self._steps_since_draw += 1
         self._tight_steps -= 1
         self._steps_to_update -= 1
@@ -165,15 +166,19 @@ class Forecast:
             room.take(*entry)
         return room
 
+    def _settle(self) -> None:
+        """Notes the ends of sequences that have started since, now that they have slots."""
+        for joined, end in self._joined:
+            if joined.slot >= 0:
+                self._ends[joined.slot] = end
+        self._joined.clear()
+
     def _look(self, sequence: Sequence, num_used: int, owners: list[int], must_draw: bool) -> _Outlook:
         """As of now. sequence: one of the candidates. Lengths drawn some steps ago serve for a while, but never for the
         room of every moment, which would miss those that have outlived them."""
         table, slots = self._table, self._table.in_admission_order()
         num_tokens = np.minimum(table.known[slots] + table.in_flight[slots], table.limit[slots])
-        for joined, end in self._joined:
-            if joined.slot >= 0:
-                self._ends[joined.slot] = end
-        self._joined.clear()
+        self._settle()
         if must_draw or sequence not in self._candidates or self._steps_since_draw >= _DRAW_STEPS:
             self._draw(slots, num_tokens)
         ends = np.maximum(self._ends[slots], num_tokens)

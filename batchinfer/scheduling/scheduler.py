@@ -270,7 +270,7 @@ class Scheduler:
         if shares_blocks:
             self._register_full_blocks(slot)
         for step in self._steps:
-            step.departed[sequence] = slot
+            step.departed.setdefault(sequence, slot)  # one that started anew since has another
         self._table.vacate(slot)
         sequence.slot = -1
         sequence.block_table = []

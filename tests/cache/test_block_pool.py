@@ -320,6 +320,16 @@ def test_just_what_was_registered_and_not_evicted_is_found(seed: int) -> None:
     assert num_evicted > 300
 
 
+def test_blocks_that_hung_on_an_evicted_one_are_given_too() -> None:
+    pool = BlockPool(2, 2)
+    first, second = pool.allocate(2)
+    pool.register([first, second], np.array([1, 2, 3, 4], np.int32), 4)
+    pool.free([first])
+    pool.free([second])
+    assert sorted(pool.allocate(2)) == [0, 1]
+    pool.check_integrity()
+
+
 def test_scheduling_and_the_pool_import_no_torch() -> None:
     code = (
         "import sys, batchinfer.scheduling.scheduler, batchinfer.cache.block_pool, batchinfer.cache.spec, "

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,12 +23,18 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+def ended(pages: HostPages) -> None:
+    assert pages._thread is not None
+    pages._thread.join(30)
+    assert not pages._thread.is_alive()
+
+
 def test_only_what_is_asked_for_takes_memory():
     before = resident_bytes()
     pages = HostPages(SPEC, most_blocks=1 << 15)  # 4 GiB
     assert resident_bytes() - before < 16 << 20
     pages.ask_for(lambda: 1000)
-    pages.wait()
+    ended(pages)
     taken = resident_bytes() - before
     assert 1000 * 4 * KEYS <= taken < 1000 * 4 * KEYS + 4 * (4 << 20) + (16 << 20)  # a huge page at each end
     memory = pages.memory(SPEC, 1 << 15)
@@ -39,7 +46,7 @@ def test_only_what_is_asked_for_takes_memory():
 def test_no_more_than_there_is_room_for():
     pages = HostPages(SPEC, most_blocks=10)
     pages.ask_for(lambda: 1 << 40)
-    pages.wait()
+    ended(pages)
     memory = pages.memory(SPEC, 10)
     assert memory is not None
     assert [len(place) for place in memory] == [10 * KEYS] * 4
@@ -47,7 +54,9 @@ def test_no_more_than_there_is_room_for():
 
 def test_what_was_written_after_the_wait_stays():
     pages = HostPages(SPEC, most_blocks=4000)
-    pages.ask_for(lambda: time.sleep(0.1) or 4000)
+    pages.ask_for(lambda: 4000)
+    while not pages._is_counted:
+        time.sleep(0.001)
     pages.wait()
     cache = PagedKVCache(SPEC, 4000, pages=pages)
     for layer in range(2):
@@ -57,6 +66,27 @@ def test_what_was_written_after_the_wait_stays():
     assert all((cache.key(layer) == 1).all() and (cache.value(layer) == 2).all() for layer in range(2))
 
 
+def test_what_is_not_counted_when_the_cache_is_there_is_never_written():
+    counts = threading.Event()
+    pages = HostPages(SPEC, most_blocks=100)
+    pages.ask_for(lambda: counts.wait(30) and 100)
+    pages.wait()  # at once
+    cache = PagedKVCache(SPEC, 100, pages=pages)
+    cache.key(0).fill_(1)
+    counts.set()
+    ended(pages)
+    assert (cache.key(0) == 1).all()
+
+
+def test_a_thread_that_is_stopped_leaves_the_rest():
+    before = resident_bytes()
+    pages = HostPages(SPEC, most_blocks=1 << 15)
+    pages.stop()
+    pages.ask_for(lambda: 1 << 15)
+    ended(pages)
+    assert resident_bytes() - before < 16 << 20
+
+
 def test_a_fault_in_counting_leaves_the_pages_to_their_first_writes():
     def fails() -> int:
         raise OSError("the shard went away")
@@ -64,7 +94,7 @@ def test_a_fault_in_counting_leaves_the_pages_to_their_first_writes():
     before = resident_bytes()
     pages = HostPages(SPEC, most_blocks=1 << 12)
     pages.ask_for(fails)
-    pages.wait()
+    ended(pages)
     assert resident_bytes() - before < 16 << 20
     PagedKVCache(SPEC, 1 << 12, pages=pages).key(0)[5] = 1
 

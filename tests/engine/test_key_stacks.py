@@ -138,3 +138,20 @@ def test_it_is_off_where_it_cannot_pay():
     assert KeyStacks.make(9, 1, 16) is None  # and one of 16 too
     assert KeyStacks.make(32, 8, 24) is None  # blocks that lie across segments
     assert KeyStacks(4, 16).alone(2).tolist() == [[0, 0, -1, -1, -1], [0, 1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shared", "before", "after"),
+    [(15_500, 15_360, (16_384, 16_384), (16_385, 16_385)), (2_100, 2_048, (16_384, 16_000), (16_385, 16_001))],
+    ids=["both pass into longer segments", "one does"],
+)
+def test_stacks_are_made_anew_where_segments_grow(prompt, shared, before, after):
+    """The same keys are other segments then, though tables and what may be shared stay the same."""
+    common = list(range(1, shared // BLOCK + 1))
+    width = -(-17_000 // BLOCK)
+    tables = [common + [1000 * n + i for i in range(width - len(common))] for n in (1, 2)]
+    prompts = np.full(2, prompt, np.int32)
+    stacks = KeyStacks(4, BLOCK)
+    stacks.of(inputs(tables, before), prompts)
+    kept, fresh = stacks.of(inputs(tables, after), prompts), KeyStacks(4, BLOCK).of(inputs(tables, after), prompts)
+    assert kept.tolist() == fresh.tolist()

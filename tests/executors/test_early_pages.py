@@ -10,7 +10,9 @@ from tiny_models import make_hf_model
 
 from batchinfer.config import JobConfig
 from batchinfer.data.job_input import JobInput
+from batchinfer.executors.cache_size import activation_bytes
 from batchinfer.executors.early_pages import early_pages
+from batchinfer.models.loader import load_spec
 from batchinfer.models.resolve import ModelFiles
 from batchinfer.request import SamplingParams
 
@@ -37,7 +39,8 @@ def asked(monkeypatch, files, job, num_left, **options) -> tuple[int, int] | Non
     counts = []
     monkeypatch.setattr("batchinfer.cache.host_pages.HostPages.ask_for", lambda self, count: counts.append(count()))
     config = JobConfig.from_options({"device": "cpu", "block_size": 4, "kv_cache_memory": 1 << 20, **options})
-    pages = early_pages(config, files, job, SamplingParams(max_tokens=12, ignore_eos=True), num_left)
+    defaults = SamplingParams(max_tokens=12, ignore_eos=True)
+    pages = early_pages(config, files, job, defaults, num_left, "cpu", 1 << 30)
     return None if pages is None else (counts[0], pages.most_blocks)
 
 
@@ -58,3 +61,21 @@ def test_what_loading_refuses_is_left_to_loading(monkeypatch, tmp_path, files, j
     assert asked(monkeypatch, files, job, 40, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers="7") is None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard of"}))
     assert asked(monkeypatch, ModelFiles(tmp_path, "", None, ""), job, 40) is None
+
+
+def test_no_more_is_asked_for_than_is_there_beside_the_weights(monkeypatch, files, job):
+    weights = sum(file.stat().st_size for file in files.path.glob("*.safetensors"))
+    counts = []
+    monkeypatch.setattr("batchinfer.cache.host_pages.HostPages.ask_for", lambda self, count: counts.append(count()))
+    config = JobConfig.from_options({"device": "cpu", "block_size": 4, "gpu_memory_utilization": 0.5})
+    allowance = activation_bytes(load_spec(files.path), config.scheduler.max_num_batched_tokens)
+    block = 4 * 2 * 2 * 2 * 8 * 4
+    free_bytes = 2 * (allowance + 2 * weights + 5 * block)
+    pages = early_pages(config, files, job, SamplingParams(max_tokens=12, ignore_eos=True), 40, "cpu", free_bytes)
+    assert counts == [5]
+    assert pages is not None
+    assert pages.most_blocks == (2 * weights + 5 * block) // block
+
+
+def test_a_gpu_has_none(files, job):
+    assert early_pages(JobConfig.from_options({}), files, job, SamplingParams(), 40, "cuda", 1 << 30) is None

@@ -453,3 +453,39 @@ def test_step_time_with_1024_running_and_100_000_waiting(admission: str) -> None
         scheduler.commit(output, StepResult(output.step_id, np.ones(1024, np.int32), np.ones(1024, bool)))
         times_ms.append((time.process_time() - start) * 1e3)
     assert min(times_ms) < 2.0
+
+
+@pytest.mark.parametrize("ends", ["by a fault", "by being aborted"])
+def test_a_sequence_that_starts_anew_is_not_told_of_by_the_step_that_it_left(ends):
+    """A prompt that is only scored, put back while the step that completes it is in flight, and started at once."""
+    scheduler, _ = make_scheduler(64, in_flight=3, caching=False)
+    sequence = make_sequence(0, list(range(1, 9)), 0, prompt_logprobs=True)
+    scheduler.add(sequence)
+    first = scheduler.schedule()
+    assert first is not None
+    scheduler._preempt(sequence)
+    second = scheduler.schedule()
+    assert second is not None
+    assert second.slots.tolist() != first.slots.tolist()
+    if ends == "by being aborted":
+        scheduler.abort(sequence)
+    result = StepResult(first.step_id, np.array([-1], np.int32), np.array([ends == "by being aborted"]))
+    assert scheduler.commit(first, result).sampled == []
+
+
+def test_admission_forgets_sequences_that_have_ended():
+    """Also where all that is allowed fits, and nothing is forecast."""
+    scheduler, _ = make_scheduler(64, max_num_seqs=4, admission="forecast")
+    for row in range(100):
+        scheduler.add(make_sequence(row, [row % VOCAB] * 8, 4))
+    kept = []
+    while scheduler.has_unfinished:
+        output = scheduler.schedule()
+        assert output is not None
+        tokens = np.where(output.samples, 1, -1).astype(np.int32)
+        for sequence, _ in scheduler.commit(output, StepResult(output.step_id, tokens, output.samples | True)).sampled:
+            if len(sequence.output_token_ids) == 4:
+                scheduler.finish(sequence, "length")
+        kept.append(len(scheduler._admission._joined))
+    assert len(kept) > 25
+    assert max(kept) <= 4
