@@ -33,7 +33,8 @@ _TILES = {
     "blackwell": tiles(128, 4, 8, 4) | {32: (8, 4)},
     "cdna3": tiles(128, 4, 8, 1),
 }
-_REGISTERS = {("ampere", 64): 144, ("small", 64): 144}  # by generation and rows of a tile: fewer spill
+# By generation and rows of a tile: with fewer some Triton's spill.
+_REGISTERS = {(generation, rows): 144 for generation in ("ampere", "small") for rows in (32, 64)}
 _FLOAT32_TILES = dict.fromkeys(_TILES, tiles(32, 4, 4, 1))
 
 

@@ -2,7 +2,6 @@
 model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +53,7 @@ class NoModel:
         return self._logits[hidden[:, 0].long()]
 
 
-def load_no_model(config: JobConfig, files: ModelFiles, report: Callable[[str], None]) -> Tokenizer:
+def load_no_model(config: JobConfig, files: ModelFiles, *_: object) -> Tokenizer:
     torch.set_num_threads(1)
     return Tokenizer.load(files.path)
 

@@ -4,7 +4,7 @@ sizes and without the device's clock."""
 import pytest
 import torch
 
-from batchinfer.executors import device_part, kernel_cases, kernel_device, kernel_gates
+from batchinfer.executors import device_part, kernel_cases, kernel_device
 from batchinfer.executors.kernel_cases import ModelShape
 
 # Half of the vocabulary is more than the tokens that a row has changed: no row names one twice, which it must not.
@@ -20,7 +20,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(kernel_cases, "CACHES", {"fp16": torch.float16, "int8": torch.int8})
     rows = {("packed_linear", "int4"): (1, 300), ("quantized_linear", "int8"): (16,)}
     monkeypatch.setattr(kernel_cases, "LINEAR_ROWS", rows)
-    monkeypatch.setattr(kernel_gates, "models", lambda names: [SMALL])
+    monkeypatch.setattr(kernel_cases, "models", lambda names: [SMALL])
     monkeypatch.setattr(kernel_device, "_COPY_BYTES", 1 << 10)
     monkeypatch.setattr(kernel_device, "_MATRIX", 16)
     monkeypatch.setattr(kernel_device, "_seconds", _a_millisecond)
