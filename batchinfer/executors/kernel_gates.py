@@ -2,7 +2,6 @@
 and by tests."""
 
 import importlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from triton.compiler import CompiledKernel
 
 from batchinfer.errors import UsageError
 from batchinfer.executors.kernel_cases import KernelCase, ModelShape, cases
+from batchinfer.executors.local import usable_processors
 from batchinfer.kernels.common.triton_ahead import ahead_of_time
 from batchinfer.kernels.common.triton_inspect import Anatomy, dissect
 from batchinfer.kernels.common.triton_targets import TARGETS, Target
@@ -51,7 +51,7 @@ def targets(names: Sequence[str]) -> list[Target]:
 def all_verdicts(targets: Sequence[Target], models: Sequence[ModelShape]) -> Iterator[Verdict]:
     """The verdicts of each target and model, in that order, by a process for each processor: of targets, as the models
     of one share kernels."""
-    workers = min(len(targets), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    workers = min(len(targets), usable_processors())
     if workers < 2:
         for target in targets:
             yield from _of_target(target, models)

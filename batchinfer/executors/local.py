@@ -92,7 +92,7 @@ def load_model(
         *(files.path, options.dtype, device, allowed, options.activation_dtype, options.quantization, report),
         options.load_format,
     )
-    tokenizer = _tokenizer(config, files.path, decoder.vocab_size)
+    tokenizer = load_tokenizer(config, files.path, decoder.vocab_size)
     if device == "cpu":
         keep_freed_memory()
     ends = eos_token_ids(files.path)
@@ -101,7 +101,8 @@ def load_model(
     return LoadedModel(decoder, tokenizer, device, free_bytes, ends, pages)
 
 
-def _tokenizer(config: JobConfig, path: Path, vocab_size: int) -> Tokenizer:
+def load_tokenizer(config: JobConfig, path: Path, vocab_size: int) -> Tokenizer:
+    """The model's; for weights drawn at random it may have none, and bytes serve."""
     if config.model.load_format == "dummy" and not has_tokenizer(path):
         return ByteTokenizer(vocab_size)
     return Tokenizer.load(path, config.input.chat_template)

@@ -27,7 +27,8 @@ ROW_MULTIPLE = 4
 
 
 class Projection(Protocol):
-    """y = x W^T + b, with a row's result independent of how many rows there are."""
+    """y = x W^T + b. On a CPU a row's result is independent of how many rows there are; on a GPU its last bits are
+    not."""
 
     @property
     def nbytes(self) -> int:

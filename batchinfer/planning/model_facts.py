@@ -7,12 +7,11 @@ from typing import Any
 
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.config import JobConfig, ModelConfig
-from batchinfer.data.byte_tokenizer import ByteTokenizer
 from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.errors import UsageError
 from batchinfer.executors.step_memory import written_out_bytes
 from batchinfer.models.loader import load_scheme, load_spec, own_dtype, quantization_config
-from batchinfer.models.resolve import ModelFiles, has_tokenizer, resolve_model
+from batchinfer.models.resolve import ModelFiles, resolve_model
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.models.step_work import StepWork, linear_parameters
 from batchinfer.planning.kv_forms import AttentionShape
@@ -83,6 +82,8 @@ class ModelFacts:
 
 def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
     """Finds or fetches the model's files and reads their heads. Errors as a run's."""
+    from batchinfer.executors.local import load_tokenizer
+
     options = config.model
     files = resolve_model(options.model, report, options.quantization, options.load_format)
     spec = load_spec(files.path, options.allowed_config_fields)
@@ -96,9 +97,7 @@ def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
     return ModelFacts(
         files,
         spec,
-        ByteTokenizer(spec.vocab_size)
-        if is_dummy and not has_tokenizer(files.path)
-        else Tokenizer.load(files.path, config.input.chat_template),
+        load_tokenizer(config, files.path, spec.vocab_size),
         dtype,
         "none" if scheme is None else scheme.method,
         weight_sizes(tensors, spec, form),

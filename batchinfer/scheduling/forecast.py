@@ -59,9 +59,7 @@ class Forecast:
         self._lengths = lengths
         self._waiting = waiting
         self._outlook: _Outlook | None = None  # at this step; made where it is needed
-        self._ends = np.zeros(
-            len(table.sequences), np.int64
-        )  # tokens with which each slot's sequence is to end, as drawn
+        self._ends = np.zeros(len(table.sequences), np.int64)  # tokens of each slot's sequence at its end, as drawn
         self._is_told = np.zeros(len(table.sequences), np.bool_)  # an earlier run tells it
         self._candidates: dict[Sequence, int] = {}  # their growth, as in usage.Growing, as drawn
         self._joined: list[tuple[Sequence, int]] = []  # have started since the last look, with their ends

@@ -208,7 +208,7 @@ def operations(code):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_command_has_the_verdicts_of_each_target_and_model_in_order(monkeypatch, workers):
     started = []
-    monkeypatch.setattr(kernel_gates.os, "sched_getaffinity", lambda pid: range(workers))
+    monkeypatch.setattr(kernel_gates, "usable_processors", lambda: workers)
     monkeypatch.setattr(kernel_gates, "_of_target", lambda target, models: [(target.name, m.name) for m in models])
     monkeypatch.setattr(
         kernel_gates,
