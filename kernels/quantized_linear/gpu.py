@@ -33,8 +33,8 @@ _TILES = {
     "blackwell": tiles(128, 4, 8, 4) | {32: (8, 4)},
     "cdna3": tiles(128, 4, 8, 1),
 }
-# By generation and rows of a tile: with fewer some Triton's spill.
-_REGISTERS = {(generation, rows): 144 for generation in ("ampere", "small") for rows in (32, 64)}
+# By generation and rows of a tile: with fewer some version of Triton spills.
+_REGISTERS = {("ampere", 32): 144, ("ampere", 64): 144, ("small", 32): 208, ("small", 64): 144}
 _FLOAT32_TILES = dict.fromkeys(_TILES, tiles(32, 4, 4, 1))
 
 
