@@ -13,23 +13,24 @@ from typing import Any
 from batchinfer.cache_directory import cache_directory
 
 _FILE = "machine_profile.json"
-_FORMAT = 1
+_FORMAT = 2
 _CPU_INFO = Path("/proc/cpuinfo")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePeaks:
-    """The two roofs of a device, as measured with plain library operations and all threads.
+    """The two roofs of a device, as measured with plain library operations.
 
     bytes_per_s: reading memory that no cache holds. flops_per_s: a large matrix product in one dtype. measured_on: the
-    device in words, with its dtype and threads. date: as in 2026-01-31.
+    device in words, with its dtype and threads. date: as in 2026-01-31. threads: of a CPU that took part; 0 on a GPU.
     """
 
     bytes_per_s: float
     flops_per_s: float
     measured_on: str
     date: str
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,17 @@ def machine_name(device: str) -> str:
     return _field(text, "model name") or platform.processor() or platform.machine()
 
 
-def load_peaks(device: str, dtype: str | None = None) -> DevicePeaks | None:
+def load_peaks(device: str, dtype: str | None = None, threads: int | None = None) -> DevicePeaks | None:
     """The peaks measured last on this machine; None where there are none. device: "cpu" or "cuda". dtype: of the
-    product, as in "bf16"; None takes whatever was measured last."""
+    product, as in "bf16"; None takes any. threads: with which they were measured; None takes the most."""
     found = [entry for entry in _read()["peaks"] if _is_about(entry, device=device, machine=machine_name(device))]
-    found = [entry for entry in found if dtype in (None, entry["dtype"])]
-    return _made(DevicePeaks, found[-1]) if found else None
+    found = [entry for entry in found if dtype in (None, entry["dtype"]) and threads in (None, entry["threads"])]
+    return _made(DevicePeaks, sorted(found, key=lambda entry: entry["threads"])[-1]) if found else None
 
 
 def save_peaks(device: str, dtype: str, peaks: DevicePeaks) -> None:
-    """In place of earlier ones of the same machine, device and dtype. Raises OSError."""
-    key = {"device": device, "machine": machine_name(device), "dtype": dtype}
+    """In place of earlier ones of the same machine, device, dtype and threads. Raises OSError."""
+    key = {"device": device, "machine": machine_name(device), "dtype": dtype, "threads": peaks.threads}
     _save("peaks", key, asdict(peaks))
 
 
@@ -84,6 +85,13 @@ def load_step_times(key: Mapping[str, Any]) -> StepTimes | None:
     whole = {**key, "machine": machine_name(key["device"])}
     found = [entry for entry in _read()["step_times"] if _is_about(entry, **whole)]
     return _made(StepTimes, found[-1]) if found else None
+
+
+def timed_threads(key: Mapping[str, Any]) -> list[int]:
+    """With how many threads steps were timed under circumstances that are otherwise those of the key."""
+    whole = {**key, "machine": machine_name(key["device"])}
+    del whole["threads"]
+    return sorted({entry["threads"] for entry in _read()["step_times"] if _is_about(entry, **whole)})
 
 
 def save_step_times(key: Mapping[str, Any], times: StepTimes) -> None:

@@ -5,9 +5,17 @@ from pathlib import Path
 import pytest
 
 from batchinfer import roofline
-from batchinfer.roofline import DevicePeaks, StepTimes, load_peaks, load_step_times, save_peaks, save_step_times
+from batchinfer.roofline import (
+    DevicePeaks,
+    StepTimes,
+    load_peaks,
+    load_step_times,
+    save_peaks,
+    save_step_times,
+    timed_threads,
+)
 
-PEAKS = DevicePeaks(20e9, 400e9, "some processor, bf16, 2 threads", "2026-01-31")
+PEAKS = DevicePeaks(20e9, 400e9, "some processor, bf16, 2 threads", "2026-01-31", 2)
 TIMES = StepTimes((1, 8), (0.01, 0.02), 1e-4, 1e-7, 1e-9, 0.05, "some processor", "2026-01-31")
 
 
@@ -22,7 +30,7 @@ def test_nothing_is_known_before_anything_was_measured() -> None:
 
 
 def test_peaks_come_back_by_device_and_dtype() -> None:
-    other = DevicePeaks(20e9, 100e9, "some processor, fp32, 2 threads", "2026-02-01")
+    other = DevicePeaks(20e9, 100e9, "some processor, fp32, 2 threads", "2026-02-01", 2)
     save_peaks("cpu", "bf16", PEAKS)
     save_peaks("cpu", "fp32", other)
     assert load_peaks("cpu", "bf16") == PEAKS
@@ -33,10 +41,19 @@ def test_peaks_come_back_by_device_and_dtype() -> None:
 
 def test_a_second_measurement_takes_the_place_of_the_first() -> None:
     save_peaks("cpu", "bf16", PEAKS)
-    again = DevicePeaks(21e9, 410e9, "some processor, bf16, 2 threads", "2026-03-01")
+    again = DevicePeaks(21e9, 410e9, "some processor, bf16, 2 threads", "2026-03-01", 2)
     save_peaks("cpu", "bf16", again)
     assert load_peaks("cpu", "bf16") == again
     assert roofline.profile_path().read_text().count("bytes_per_s") == 1
+
+
+def test_peaks_are_those_of_as_many_threads() -> None:
+    one = DevicePeaks(12e9, 210e9, "some processor, bf16, 1 thread", "2026-03-02", 1)
+    save_peaks("cpu", "bf16", PEAKS)
+    save_peaks("cpu", "bf16", one)
+    assert load_peaks("cpu", "bf16", 1) == one
+    assert load_peaks("cpu", "bf16", 2) == load_peaks("cpu", "bf16") == PEAKS  # of the most, though not the last
+    assert load_peaks("cpu", "bf16", 3) is None
 
 
 def test_step_times_hold_for_their_circumstances_alone() -> None:
@@ -46,6 +63,10 @@ def test_step_times_hold_for_their_circumstances_alone() -> None:
     assert load_step_times(key) == TIMES
     assert load_step_times({**key, "threads": 1}) is None
     assert load_step_times({**key, "model": "abd"}) is None
+    assert timed_threads({**key, "threads": 1}) == [2]
+    save_step_times({**key, "threads": 1}, TIMES)
+    assert timed_threads({**key, "threads": 3}) == [1, 2]
+    assert timed_threads({**key, "model": "abd"}) == []
 
 
 def test_another_machine_with_the_same_home_directory_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

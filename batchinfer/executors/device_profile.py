@@ -45,7 +45,7 @@ def profile_key(config: JobConfig, files: ModelFiles, device: str, dtype: str, k
     """What decides how long a step takes. dtype, kv_dtype: what `auto` stands for."""
     return {
         "device": device,
-        "threads": (config.model.threads or usable_processors()) if device == "cpu" else 0,
+        "threads": threads_of(config, device),
         "enforce_eager": device == "cuda" and config.model.enforce_eager,
         "model": files.fingerprint,
         "dtype": dtype,
@@ -55,9 +55,14 @@ def profile_key(config: JobConfig, files: ModelFiles, device: str, dtype: str, k
     }
 
 
+def threads_of(config: JobConfig, device: str) -> int:
+    """Of the CPU that the model runs on; 0 where it runs on a GPU."""
+    return (config.model.threads or usable_processors()) if device == "cpu" else 0
+
+
 def measure_peaks(device: str, dtype: str, threads: int | None = None) -> DevicePeaks:
     """About a second. Reads as a copy does, which moves each byte twice. dtype: of the product, as in "bf16", or int8,
-    or fp8, which a CPU computes in float32."""
+    or fp8, which a CPU computes in float32. threads: of this process from now on, None for all that it may use."""
     import torch
 
     torch.set_num_threads(threads or usable_processors())
@@ -66,9 +71,15 @@ def measure_peaks(device: str, dtype: str, threads: int | None = None) -> Device
     copy_s = _fastest(lambda: target.copy_(source), device)
     size = _MATMUL_SIZE[device]
     product_s = _fastest(_product(torch.rand(size, size, device=device), dtype), device)
-    where = f"{machine_name(device)}, {dtype}"
-    where += f", {torch.get_num_threads()} threads" if device == "cpu" else ""
-    return DevicePeaks(2 * source.nbytes / copy_s, 2.0 * size**3 / product_s, where, _today())
+    used = torch.get_num_threads() if device == "cpu" else 0
+    rates = 2 * source.nbytes / copy_s, 2.0 * size**3 / product_s
+    return DevicePeaks(*rates, _where(device, dtype, used), _today(), used)
+
+
+def _where(device: str, dtype: str, threads: int) -> str:
+    """The device in words, as in "AMD EPYC, bf16, 2 threads"."""
+    used = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
+    return f"{machine_name(device)}, {dtype}{used}"
 
 
 def _product(values: "torch.Tensor", dtype: str) -> Callable[[], object]:
@@ -102,8 +113,9 @@ def _fastest(run: Callable[[], object], device: str) -> float:
 
 
 def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
-    """Loads the model, times some steps, and keeps the fit and the device's peaks in the machine's profile. Raises
-    BatchInferError as a job does, and OSError where the profile cannot be written."""
+    """Loads the model, times some steps, and keeps the fit and the device's peaks in the machine's profile, both
+    with as many threads as the options give. Raises BatchInferError as a job does, and OSError where that fails.
+    """
     import torch
 
     device = choose_device(config.model.device, torch.cuda.is_available())
@@ -118,9 +130,9 @@ def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
     local = build_engine(config, model, report, overlaps=False)
     spec = model.decoder.kv_cache_spec(config.cache.block_size, config.cache.kv_cache_dtype)
     steps = list(_Steps(local.engine).timed())
-    where = f"{machine_name(device)}, {spec.wide_dtype}"
-    times = fit_step_times(steps, where, _today())
-    save_peaks(device, spec.wide_dtype, measure_peaks(device, spec.wide_dtype))  # of the machine, whatever --threads
+    threads = threads_of(config, device)
+    times = fit_step_times(steps, _where(device, spec.wide_dtype, threads), _today())
+    save_peaks(device, spec.wide_dtype, measure_peaks(device, spec.wide_dtype, config.model.threads))
     save_step_times(profile_key(config, files, device, spec.wide_dtype, spec.dtype), times)
     report(f"{len(steps)} steps timed; the fit is off by {times.error:.1%} in the mean")
     return times

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.config import JobConfig
+from batchinfer.config import JobConfig, ModelConfig
 from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.executors.aims import MODEL_SHARE, verdict
@@ -88,7 +88,7 @@ def measure_model(
         prepare_kernels(config, report)
         files = resolve_model(directory, report, load_format="dummy")
         local = build_engine(config, load_model(config, files, report), report)
-    roofs = _measure_roofs(local, config.model.activation_dtype, report)
+    roofs = _measure_roofs(local, config.model, report)
     for place, load in enumerate(workloads):
         now = time.monotonic()
         own_end = None if end is None else now + (end - now) / (len(workloads) - place)
@@ -136,9 +136,10 @@ class Roofs:
         return cls(wide.bytes_per_s, linear.flops_per_s, head.flops_per_s, wide.flops_per_s)
 
 
-def _measure_roofs(local: LocalEngine, activation_dtype: str, report: Callable[[str], None]) -> Roofs:
-    wide = measure_peaks(local.device, local.work.dtype)
-    linear = wide if activation_dtype == "auto" else measure_peaks(local.device, activation_dtype)
+def _measure_roofs(local: LocalEngine, options: ModelConfig, report: Callable[[str], None]) -> Roofs:
+    activation_dtype, threads = options.activation_dtype, options.threads
+    wide = measure_peaks(local.device, local.work.dtype, threads)
+    linear = wide if activation_dtype == "auto" else measure_peaks(local.device, activation_dtype, threads)
     for peaks in dict.fromkeys((wide, linear)):
         figures = f"{peaks.bytes_per_s / 1e9:,.0f} GB/s, {peaks.flops_per_s / 1e9:,.0f} GFLOP/s"
         report(f"peaks: {figures} ({peaks.measured_on})")

@@ -13,7 +13,7 @@ from batchinfer.data.prompts import PromptBuilder
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.errors import UsageError
 from batchinfer.executors.cache_size import memory_budget
-from batchinfer.executors.device_profile import calibrate, measure_peaks
+from batchinfer.executors.device_profile import calibrate, measure_peaks, threads_of
 from batchinfer.models.loader import generation_config
 from batchinfer.options import EffectiveOptions
 from batchinfer.planning.advice import advice
@@ -23,7 +23,7 @@ from batchinfer.planning.kv_forms import ATTENTION_KINDS, KV_DTYPES
 from batchinfer.planning.model_facts import ModelFacts, find_model
 from batchinfer.planning.scenario import Scenario
 from batchinfer.planning.step_trace import Forecast
-from batchinfer.roofline import DevicePeaks, load_peaks
+from batchinfer.roofline import DevicePeaks, load_peaks, timed_threads
 
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 
@@ -60,6 +60,7 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
     rows = read_rows(job, _builder(config, job, scenario), config.cache.block_size, request.expected_output_tokens)
     shape = JobShape(rows, model.layers_by_window)
     peaks = find_peaks(config, model, report)
+    _tell_of_other_threads(scenario, report)
     forecast = scenario.exact(shape) or scenario.flow(shape)
     return {
         "model": {"source": model.files.source, "dtype": model.dtype, "quantization": model.method},
@@ -77,12 +78,25 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
 
 
 def find_peaks(config: JobConfig, model: ModelFacts, report: Callable[[str], None]) -> DevicePeaks | None:
-    """As kept in the machine's profile, else measured on a CPU; None for a GPU of which nothing was measured."""
-    kept = load_peaks(model.device, model.dtype)
+    """As kept in the machine's profile for as many threads, else measured on a CPU; None for a GPU of which nothing was
+    measured."""
+    kept = load_peaks(model.device, model.dtype, threads_of(config, model.device))
     if kept is not None or model.device != "cpu":
         return kept
     report("measuring the memory's bandwidth and the processor's products; --calibrate keeps them")
     return measure_peaks(model.device, model.dtype, config.model.threads)
+
+
+def _tell_of_other_threads(scenario: Scenario, report: Callable[[str], None]) -> None:
+    """Where steps were timed, but with other threads than the job will have."""
+    key = scenario.profile_key
+    found = timed_threads(key)
+    if found and key["threads"] not in found:
+        others = " and ".join(map(str, found))
+        report(
+            f"the steps of this model were timed with --threads {others}, which says nothing of --threads "
+            f"{key['threads']}: the time is the roofline's until --calibrate times them with that"
+        )
 
 
 def _builder(config: JobConfig, job: JobInput, scenario: Scenario) -> PromptBuilder:

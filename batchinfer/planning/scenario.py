@@ -2,6 +2,7 @@
 and by advice.py for changed ones."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from batchinfer.cache.spec import KVCacheSpec
 from batchinfer.config import JobConfig
@@ -56,13 +57,17 @@ class Scenario:
     def flow(self, job: JobShape, is_rough: bool = False) -> Forecast:
         return job.flow(self.config, self.blocks, self.size.max_model_len, is_rough)
 
+    @property
+    def profile_key(self) -> dict[str, Any]:
+        """What steps that tell of its time were timed under."""
+        model = self.model
+        return profile_key(self.config, model.files, model.device, model.dtype, self.cache.dtype)
+
     def costs(self, peaks: DevicePeaks | None) -> dict[str, StepCost]:
         """The ways in which the time of its steps is known, the best one first."""
         model, found = self.model, dict[str, StepCost]()
-        if self.has_own_weights:
-            key = profile_key(self.config, model.files, model.device, model.dtype, self.cache.dtype)
-            if (times := load_step_times(key)) is not None:
-                found["calibrated"] = CalibratedCost(times)
+        if self.has_own_weights and (times := load_step_times(self.profile_key)) is not None:
+            found["calibrated"] = CalibratedCost(times)
         if peaks is not None:
             work = model.step_work(self.cache)
             found["roofline"] = RooflineCost(peaks, work, model.sizes.head, model.spec.num_layers)

@@ -30,6 +30,11 @@ def roofline_context(stats: Mapping[str, Any], peaks: DevicePeaks | None) -> dic
     }
 
 
+def job_threads(stats: Mapping[str, Any]) -> int | None:
+    """The job's --threads; None where it took all processors, or a GPU."""
+    return stats["options"].get("threads", {}).get("value") if stats["device"] == "cpu" else None
+
+
 def _seconds(stats: Mapping[str, Any]) -> dict[str, float]:
     parts = stats["engine_seconds"]
     return {"in inference": stats["busy_seconds"], "in the model": parts["forward"] + parts["sample"]}
@@ -80,6 +85,8 @@ def _advice(stats: Mapping[str, Any], peaks: DevicePeaks | None) -> str:
         return f"The job ran on {stats['machine']} and this page was made on {here}, whose peaks say nothing about it."
     if peaks is None:
         return "The peaks of this machine have not been measured."
+    if (threads := job_threads(stats)) not in (None, peaks.threads):
+        return f"The job ran with --threads {threads}, and the peaks were measured with {peaks.threads}."
     activations = stats["options"].get("activation_dtype", {}).get("value")
     if activations in ("int8", "fp8"):
         layers = f"The products of the layers ran in {activations}"

@@ -9,6 +9,7 @@ from batchinfer.data.storage import open_storage
 from batchinfer.report.figures import draw, plots
 from batchinfer.report.job_files import FinishedJob, open_job
 from batchinfer.report.page import render
+from batchinfer.report.roofline_page import job_threads
 from batchinfer.report.row_figures import COLUMNS, collect
 from batchinfer.roofline import DevicePeaks, load_peaks, machine_name
 
@@ -42,12 +43,12 @@ def write_report(target: str, page: str | None = None, png_folder: str | None = 
 
 
 def known_peaks(stats: Mapping[str, Any]) -> DevicePeaks | None:
-    """Those stored for the machine that the job ran on, where it is this one: in the job's dtype, else in the one that
-    was measured last."""
-    device, dtype = stats["device"], stats["work"]["dtype"]
+    """Those stored for the machine that the job ran on, where it is this one: in the job's dtype with its --threads,
+    else with the most, else in the dtype that was measured last."""
+    device, dtype, threads = stats["device"], stats["work"]["dtype"], job_threads(stats)
     if stats["machine"] != machine_name(device):
         return None
-    return load_peaks(device, dtype) or load_peaks(device)
+    return load_peaks(device, dtype, threads) or load_peaks(device, dtype) or load_peaks(device)
 
 
 def _beside(job: FinishedJob, in_directory: str, suffix: str) -> str:

@@ -72,22 +72,23 @@ def test_peaks_are_measured_for_each_kind_of_product(monkeypatch):
     monkeypatch.setattr("batchinfer.executors.device_profile._COPY_BYTES", 1 << 20)
     found = {dtype: measure_peaks("cpu", dtype, 1) for dtype in ("int8", "fp8")}
     for dtype, peaks in found.items():
-        assert f", {dtype}, 1 threads" in peaks.measured_on
+        assert peaks.measured_on.endswith(f", {dtype}, 1 thread")
+        assert peaks.threads == 1
         assert peaks.flops_per_s > 0
 
 
 def test_integer_activations_are_held_against_integer_products(monkeypatch):
     asked = []
 
-    def peaks(device, dtype):
-        asked.append(dtype)
+    def peaks(device, dtype, threads):
+        asked.append((dtype, threads))
         return DevicePeaks(1e10, {"bf16": 1e11, "int8": 3e11}[dtype], dtype, "")
 
     monkeypatch.setattr("batchinfer.executors.model_speed.measure_peaks", peaks)
-    config = speed_config({"device": "cpu", "max_num_seqs": 2, "activation_dtype": "int8"})
+    config = speed_config({"device": "cpu", "max_num_seqs": 2, "activation_dtype": "int8", "threads": 1})
     lines = []
     (figures,) = measure_model("tiny", [Workload(5, 4)], config, 0.05, lines.append)
-    assert asked == ["bf16", "int8"]
+    assert asked == [("bf16", 1), ("int8", 1)]
     assert sum(line.startswith("peaks: 10 GB/s, ") for line in lines) == 2
     assert 0 < figures["share_of_roofline"] < 1
     assert (figures["aim"], figures["reached"]) == (None, None)  # which is a GPU's

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_jobs import call, read_rows, save_tiny_model, write_jsonl
 
 from batchinfer import roofline
@@ -14,7 +15,7 @@ from batchinfer.planning.job_rows import histogram
 from batchinfer.roofline import DevicePeaks, StepTimes, load_step_times
 
 SAMPLES = Path(__file__).parents[2] / "sample_data"
-PEAKS = DevicePeaks(10e9, 100e9, "a processor, fp32", "2026-01-31")
+PEAKS = DevicePeaks(10e9, 100e9, "a processor, fp32, 1 thread", "2026-01-31", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +257,30 @@ def test_large_inputs_are_sampled(model: Path, tmp_path: Path, monkeypatch: pyte
     assert found["output_tokens"]["expected"] == 6000
 
 
-def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_that_of_as_many_threads(model: Path, tmp_path: Path) -> None:
+    """Twice the bandwidth and the products with two threads make half the time."""
+    roofline.save_peaks("cpu", "fp32", DevicePeaks(20e9, 200e9, "a processor, fp32, 2 threads", "2026-01-31", 2))
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abcdef" * 20} for _ in range(3)])
+    options = ("--input", source, "--max-tokens", 6, "--ignore-eos")
+    one, two = (plan(model, tmp_path, *options, "--threads", threads)["time"] for threads in (1, 2))
+    assert one["low_s"] == pytest.approx(2 * two["low_s"])
+    assert (one["peaks"]["threads"], two["peaks"]["threads"]) == (1, 2)
+    assert two["measured_on"] == "a processor, fp32, 2 threads, 2026-01-31"
+
+
+def test_peaks_of_other_threads_are_measured_anew(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchinfer.executors.device_profile._MATMUL_SIZE", {"cpu": 128})
+    monkeypatch.setattr("batchinfer.executors.device_profile._COPY_BYTES", 1 << 20)
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abc"}])
+    before = torch.get_num_threads()
+    found = plan(model, tmp_path, "--input", source, "--max-tokens", 5, "--ignore-eos", "--threads", 2)
+    torch.set_num_threads(before)
+    assert found["time"]["measured_on"].partition(" threads, ")[0].endswith(", fp32, 2")
+
+
+def test_calibration_is_kept_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("batchinfer.executors.device_profile._SECONDS", 0.2)
     whole = save_tiny_model(tmp_path / "whole", context=1024)
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abc"}])
@@ -270,7 +294,9 @@ def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_step_times(key) is not None
     roofline.save_step_times(key, StepTimes((1, 100), (2.0, 2.0), 0.0, 0.0, 0.0, 0.0, "a clock", "2026-01-31"))
     assert plan(whole, tmp_path, *options)["time"]["middle_s"] == pytest.approx(10.0)
+    capsys.readouterr()
     assert plan(whole, tmp_path, *options, "--threads", 2)["time"]["basis"] == "roofline"
+    assert "timed with --threads 1, which says nothing of --threads 2" in capsys.readouterr().err
 
 
 def test_histogram_bins_double() -> None:

@@ -18,7 +18,10 @@ from batchinfer.report.row_figures import RowFigures
 from batchinfer.roofline import DevicePeaks
 
 EVIL = "<script>alert('x')</script> & \"quoted\""
-PEAKS = DevicePeaks(bytes_per_s=20e9, flops_per_s=500e9, measured_on="a bench of <b>its</b> own", date="2026-01-30")
+PEAKS = DevicePeaks(
+    bytes_per_s=20e9, flops_per_s=500e9, measured_on="a bench of <b>its</b> own", date="2026-01-30", threads=2
+)
+THREE_THREADS = {name: {"value": value, "source": "flag"} for name, value in (("model", None), ("threads", 3))}
 ALL_PLOTS = {
     *("ttft", "latency", "queue_prefill", "tbt", "throughput", "batch_size", "kv_cache", "prompts"),
     *("where_the_time_went", "roofline", "roofline_shares"),
@@ -29,7 +32,7 @@ def pretend_to_be_the_machine(patch: pytest.MonkeyPatch) -> None:
     """That of make_stats, with peaks."""
     for module in (write, roofline_page):
         patch.setattr(module, "machine_name", lambda device: "a processor of no maker")
-    patch.setattr(write, "load_peaks", lambda device, dtype=None: PEAKS)
+    patch.setattr(write, "load_peaks", lambda device, dtype=None, threads=None: PEAKS)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +120,7 @@ def test_shares_of_the_peaks(tmp_path):
 @pytest.mark.parametrize("machine", ["here", "elsewhere"])
 def test_without_peaks_no_share_is_shown(tmp_path, monkeypatch, machine):
     if machine == "here":
-        monkeypatch.setattr(write, "load_peaks", lambda device, dtype=None: None)
+        monkeypatch.setattr(write, "load_peaks", lambda device, dtype=None, threads=None: None)
     stats = make_stats() if machine == "here" else make_stats(machine="another")
     target = write_job(tmp_path, make_rows(), stats)
     page = report(target)
@@ -130,9 +133,18 @@ def test_without_peaks_no_share_is_shown(tmp_path, monkeypatch, machine):
 
 def test_peaks_of_the_job_s_precision_come_first(monkeypatch):
     asked = []
-    monkeypatch.setattr(write, "load_peaks", lambda device, dtype=None: asked.append((device, dtype)))
+    monkeypatch.setattr(write, "load_peaks", lambda *key: asked.append(key))
     assert write.known_peaks(make_stats()) is None
-    assert asked == [("cpu", "bf16"), ("cpu", None)]
+    assert asked == [("cpu", "bf16", None), ("cpu", "bf16"), ("cpu",)]
+    asked.clear()
+    assert write.known_peaks(make_stats(options=THREE_THREADS)) is None
+    assert asked[0] == ("cpu", "bf16", 3)
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_peaks_of_other_threads_are_told(tmp_path):
+    page = report(write_job(tmp_path, make_rows(), make_stats(options=THREE_THREADS)))
+    assert "The job ran with --threads 3, and the peaks were measured with 2." in page.text
 
 
 @pytest.mark.usefixtures("_undrawn")
