@@ -27,6 +27,7 @@ class CalibrationBatch:
     seq_lens: Tensor
     rotation: StepRotation
     stacks: None = None  # sequences share nothing
+    wanted: None = None  # the hidden states of all tokens are
 
     @property
     def num_tokens(self) -> int:

@@ -58,7 +58,8 @@ class LayerRun:
         if self._spec.qk_norm:
             q_norm, k_norm = (layer.others[name].to(DTYPE) for name in (self._names.q_norm, self._names.k_norm))
         attention = Attention(self._spec, 0, qkv, _AsItIs(), q_norm, k_norm)
-        return attention(x, batch, batch.rotation, self.cache)
+        q = attention.store(attention.project(x), batch, batch.rotation, self.cache)
+        return attention.attend(q, batch, self.cache)
 
     def project(self, attended: Tensor, layer: LayerTensors, weight: Tensor) -> Tensor:
         return self._linear([self._modules.output], layer, [weight])(attended)

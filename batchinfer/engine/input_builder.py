@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.device_queue import Array
+from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.persistent_batch import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """The tokens whose hidden states are asked for, each sequence's last ones, and the sequences that have any. Query
+    tokens of sequence i are [cu_seqlens_q[i], cu_seqlens_q[i + 1]) of `tokens`."""
+
+    tokens: Tensor  # int64 [num_wanted], rising
+    block_table: Tensor  # int32 [num_seqs, max_blocks]
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
+    seq_lens: Tensor  # int32 [num_seqs]
+    stacks: Tensor | None = None  # int32 [num_seqs, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +40,7 @@ class ForwardBatch:
     seq_lens: Tensor  # int32 [num_seqs], context with the current chunk
     prompt_lens: Tensor  # int32 [num_seqs], tokens of the whole prompt
     stacks: Tensor | None = None  # int32 [num_seqs, width], as paged_attention has it; None: the device needs none
+    wanted: WantedTokens | None = None  # None: all tokens
 
 
 def build_forward_batch(
@@ -34,6 +48,7 @@ def build_forward_batch(
     prompt_lens: npt.NDArray[np.int32],
     upload: Callable[[Array], Tensor],
     stacks: npt.NDArray[np.int32] | None = None,
+    wanted: WantedTokens | None = None,
 ) -> ForwardBatch:
     """token_ids as the inputs have them: of tokens that are not known yet, -1."""
     return ForwardBatch(
@@ -45,6 +60,33 @@ def build_forward_batch(
         seq_lens=upload(inputs.seq_lens),
         prompt_lens=upload(prompt_lens),
         stacks=None if stacks is None else upload(stacks),
+        wanted=wanted,
+    )
+
+
+def wanted_tokens(
+    inputs: StepInputs,
+    samples: npt.NDArray[np.bool_],
+    scores: npt.NDArray[np.bool_],
+    upload: Callable[[Array], Tensor],
+    key_stacks: KeyStacks | None = None,
+) -> WantedTokens | None:
+    """samples: the sequences whose last token is wanted; scores: those whose tokens all are. None where that is the
+    whole batch."""
+    stops = inputs.cu_seqlens_q[1:]
+    counts = np.where(scores, np.diff(inputs.cu_seqlens_q), samples)
+    if counts.sum() == len(inputs.token_ids):
+        return None
+    rows = np.flatnonzero(counts)
+    counts = counts[rows]
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.repeat(stops[rows] - offsets[1:], counts) + np.arange(offsets[-1])
+    return WantedTokens(
+        tokens=upload(tokens),
+        block_table=upload(inputs.block_table[rows]),
+        cu_seqlens_q=upload(offsets.astype(np.int32)),
+        seq_lens=upload(inputs.seq_lens[rows]),
+        stacks=None if key_stacks is None else upload(key_stacks.alone(len(rows))),
     )
 
 

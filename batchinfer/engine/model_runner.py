@@ -21,7 +21,7 @@ from torch import Tensor
 from batchinfer.engine.cuda_graphs import DecodeGraphs, GraphPlan
 from batchinfer.engine.device_errors import ForwardOutOfMemory, device_errors, forward_errors
 from batchinfer.engine.device_queue import DeviceQueue
-from batchinfer.engine.input_builder import build_forward_batch, fill_in_tokens
+from batchinfer.engine.input_builder import build_forward_batch, fill_in_tokens, wanted_tokens
 from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.model import Model
 from batchinfer.engine.persistent_batch import PersistentBatch
@@ -169,13 +169,15 @@ class ModelRunner:
         return part
 
     def _forward(self, part: StepPart) -> Callable[[], Tensor]:
-        """Work that computes the part's hidden states [num_tokens, hidden_size]."""
+        """Work that computes the part's hidden states [num_tokens, hidden_size], as Model.forward returns them."""
         inputs, prompt_lens, upload = part.inputs, self._prompt_lens[part.output.slots], self._queue.upload
         stacks = self._key_stacks.of(inputs, prompt_lens) if self._key_stacks else None
         captured = self._graphs.prepare(inputs, prompt_lens, upload, stacks) if self._graphs else None
         if captured is not None:
             return captured
-        batch = build_forward_batch(inputs, prompt_lens, upload, stacks)
+        scores = self._scores_prompt[part.output.slots]
+        wanted = wanted_tokens(inputs, part.output.samples, scores, upload, self._key_stacks)
+        batch = build_forward_batch(inputs, prompt_lens, upload, stacks, wanted)
         slots = None if inputs.late_slots is None else upload(inputs.late_slots)
 
         def run() -> Tensor:

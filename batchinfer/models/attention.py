@@ -1,6 +1,5 @@
 """Self-attention of a decoder layer over the paged KV cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,14 +8,11 @@ from batchinfer.cache.paged_kv import PagedKVCache
 from batchinfer.kernels.kv_store import rotary_kv_store
 from batchinfer.kernels.paged_attention import paged_attention
 from batchinfer.kernels.rms_norm import rms_norm
-from batchinfer.models.batch import Batch
+from batchinfer.models.batch import Batch, Contexts
 from batchinfer.models.key_offsets import KnownKeys
 from batchinfer.models.linear import Projection
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.kv_scales import KVScales
-
-# Gets a layer and its rotated queries, [num_tokens, num_q_heads, head_dim].
-ObserveQueries = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +49,49 @@ class Attention:
         self._k_norm = k_norm
         self._kv_scales = kv_scales
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        batch: Batch,
-        rotation: StepRotation,
-        cache: PagedKVCache,
-        known: KnownKeys = (None, None),
-        observe: ObserveQueries | None = None,
+    def project(self, hidden: Tensor) -> Tensor:
+        """Queries, keys and values side by side, [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]; hidden:
+        [num_tokens, hidden_size]."""
+        return self._qkv(hidden).unflatten(-1, (-1, self._spec.head_dim))
+
+    def store(
+        self, heads: Tensor, batch: Batch, rotation: StepRotation, cache: PagedKVCache, known: KnownKeys = (None, None)
     ) -> Tensor:
-        """[num_tokens, hidden_size] to the same. known: of the keys, where the cache makes use of it."""
-        spec, layer = self._spec, self._layer
-        heads = self._qkv(hidden).unflatten(-1, (-1, spec.head_dim))
+        """Puts keys and values into the cache; returns the rotated queries, [num_tokens, num_q_heads, head_dim].
+
+        heads: what `project` returned. known: of the keys, where the cache makes use of it.
+        """
+        spec = self._spec
         q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = rms_norm(q, self._q_norm, spec.rms_norm_eps), rms_norm(k, self._k_norm, spec.rms_norm_eps)
-        stored = (cache.key(layer), cache.value(layer))
+        rotated = (q, k, v, rotation.rows, rotation.cos_sin)
+        stored = self._stored(cache)
+        return rotary_kv_store(*rotated, *stored[:2], batch.slot_mapping, *stored[2:], *known, batch.positions)
+
+    def attend(self, q: Tensor, contexts: Contexts, cache: PagedKVCache, known: KnownKeys = (None, None)) -> Tensor:
+        """[num_queries, hidden_size] of queries that `store` returned, all of a batch's or those it wants. known: as
+        there."""
+        spec, (keys, values, *scales) = self._spec, self._stored(cache)
+        attended = paged_attention(
+            q,
+            keys,
+            values,
+            contexts.block_table,
+            contexts.cu_seqlens_q,
+            contexts.seq_lens,
+            spec.head_dim**-0.5,
+            *scales,
+            sliding_window=spec.sliding_windows[self._layer],
+            k_offset=known[0],
+            stacks=contexts.stacks,
+        )
+        return self._output(attended.flatten(1))
+
+    def _stored(self, cache: PagedKVCache) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Keys, values and their scales."""
+        layer = self._layer
         scales: tuple[Tensor | None, Tensor | None] = (cache.key_scale(layer), cache.value_scale(layer))
         if self._kv_scales is not None and cache.spec.has_static_scales(layer):
             scales = (self._kv_scales.key, self._kv_scales.value)
-        rotated = (q, k, v, rotation.rows, rotation.cos_sin)
-        q = rotary_kv_store(*rotated, *stored, batch.slot_mapping, *scales, *known, batch.positions)
-        if observe is not None:
-            observe(layer, q)
-        attended = paged_attention(
-            q,
-            *stored,
-            batch.block_table,
-            batch.cu_seqlens_q,
-            batch.seq_lens,
-            spec.head_dim**-0.5,
-            *scales,
-            sliding_window=spec.sliding_windows[layer],
-            k_offset=known[0],
-            stacks=batch.stacks,
-        )
-        return self._output(attended.flatten(1))
+        return cache.key(layer), cache.value(layer), *scales

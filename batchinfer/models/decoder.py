@@ -1,7 +1,7 @@
 """The one decoder that runs all families, driven by a DecoderSpec. Built by loader, called by the engine's model
 runner."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +11,16 @@ from torch import Tensor
 from batchinfer.cache.paged_kv import TORCH_DTYPES, PagedKVCache
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
-from batchinfer.models.attention import Attention, ObserveQueries, StepRotation
-from batchinfer.models.batch import Batch
+from batchinfer.models.attention import Attention, StepRotation
+from batchinfer.models.batch import Batch, Contexts
 from batchinfer.models.key_offsets import KeyOffsets, KeyStatistics, KnownKeys
 from batchinfer.models.linear import Linear, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
 from batchinfer.models.spec import DecoderSpec
+
+# Gets a layer and its rotated queries, [num_tokens, num_q_heads, head_dim].
+ObserveQueries = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,10 @@ class Decoder:
     ) -> Tensor:
         """Hidden states after the final norm, [num_tokens, hidden_size], and the batch's keys and values in the cache.
 
+        Of tokens that the batch does not want, nothing in the last layer is needed but keys and values. Nothing else is
+        computed of them there, and their rows mean only this: they are finite where what the token left in the cache,
+        and so to others, is.
+
         prompt_lens: int32 [num_seqs]; matters only to rotary embeddings with a `length_threshold` and to sequences
         above it. As in transformers' generate, a prompt's tokens then take the frequencies of the whole prompt's length
         and a later token those of the length it makes, whatever the chunks. None: seq_lens stands for the prompts'
@@ -121,19 +128,34 @@ class Decoder:
         if offsets is not None:
             offsets.cover(batch.block_table.shape[1] * cache.spec.block_size)
         residual = F.embedding(batch.token_ids, self._embedding)
-        eps = self.spec.rms_norm_eps
-        update: Tensor | None = None
+        hidden = rms_norm(residual, self._layers[0].input_norm, self.spec.rms_norm_eps)
         for index, layer in enumerate(self._layers):
-            if update is None:
-                hidden = rms_norm(residual, layer.input_norm, eps)
-            else:
-                hidden, residual = add_rms_norm(update, residual, layer.input_norm, eps)
             known: KnownKeys = offsets.tables(index) if offsets and cache.spec.has_scales(index) else (None, None)
-            attended = layer.attention(hidden, batch, rotation, cache, known, observe)
-            hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-            update = layer.mlp(hidden)
-        assert update is not None  # a spec has at least one layer
-        return add_rms_norm(update, residual, self._final_norm, eps)[0]
+            heads = layer.attention.project(hidden)
+            q = layer.attention.store(heads, batch, rotation, cache, known)
+            if observe is not None:
+                observe(index, q)
+            if index + 1 < len(self._layers):
+                hidden, residual = self._after_store(index, q, residual, batch, cache, known)
+        if batch.wanted is None:
+            return self._after_store(index, q, residual, batch, cache, known)[0]
+        wanted = batch.wanted.tokens
+        states = residual + heads.flatten(1).abs().amax(-1, keepdim=True) * 0  # finite where both are
+        if len(wanted):
+            states[wanted], _ = self._after_store(index, q[wanted], residual[wanted], batch.wanted, cache, known)
+        return states
+
+    def _after_store(
+        self, index: int, q: Tensor, residual: Tensor, contexts: Contexts, cache: PagedKVCache, known: KnownKeys
+    ) -> tuple[Tensor, Tensor]:
+        """What follows in a layer once keys and values are stored, for all tokens of a batch or those it wants: the
+        next norm's result, and the residual."""
+        layer, eps = self._layers[index], self.spec.rms_norm_eps
+        is_last = index + 1 == len(self._layers)
+        attended = layer.attention.attend(q, contexts, cache, known)
+        hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)
+        next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
+        return add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:

@@ -16,9 +16,10 @@ class StepWork:
     """Bytes and floating-point operations, a product and its sum counting as two.
 
     weight_bytes: read once a step. kv_bytes_per_token: keys and values of a cached token in all layers, scales
-    included. linear_flops_per_token: of the layers' projections, for each token computed. logits_flops_per_token: of
-    the head, for each token that is sampled or scored. attention_flops_per_pair: of a query and a key that it sees, in
-    all layers. dtype: of weights and activations, unless the options ask for integers.
+    included. linear_flops_per_token: of the projections that each computed token passes: all but the last layer's from
+    attention on. logits_flops_per_token: of those and the head, for each token that is sampled or scored.
+    attention_flops_per_pair: of a query and a key that it sees, in all layers, though the last has fewer. dtype: of
+    weights and activations, unless the options ask for integers.
     """
 
     weight_bytes: int
@@ -34,12 +35,17 @@ class StepWork:
 
 def step_work(decoder: "Decoder", cache: KVCacheSpec) -> StepWork:
     """For a loaded decoder and the cache that it runs with."""
-    spec = decoder.spec
+    return expected_work(decoder.spec, decoder.step_weight_bytes, cache)
+
+
+def expected_work(spec: DecoderSpec, weight_bytes: int, cache: KVCacheSpec) -> StepWork:
+    """For a model that need not be there."""
+    after_keys = 2 * (_output_parameters(spec) + _mlp_parameters(spec))  # operations a layer
     return StepWork(
-        weight_bytes=decoder.step_weight_bytes,
+        weight_bytes=weight_bytes,
         kv_bytes_per_token=cache.bytes_per_token(),
-        linear_flops_per_token=2 * linear_parameters(spec),
-        logits_flops_per_token=2 * spec.hidden_size * spec.vocab_size,
+        linear_flops_per_token=2 * linear_parameters(spec) - after_keys,
+        logits_flops_per_token=2 * spec.hidden_size * spec.vocab_size + after_keys,
         attention_flops_per_pair=4 * spec.num_layers * spec.num_q_heads * spec.head_dim,
         dtype=cache.wide_dtype,
     )
@@ -47,6 +53,13 @@ def step_work(decoder: "Decoder", cache: KVCacheSpec) -> StepWork:
 
 def linear_parameters(spec: DecoderSpec) -> int:
     """Elements of all layers' projection matrices, the head's apart."""
-    attention = 2 * spec.hidden_size * spec.head_dim * (spec.num_q_heads + spec.num_kv_heads)
-    mlp = 3 * spec.hidden_size * spec.intermediate_size
-    return spec.num_layers * (attention + mlp)
+    qkv = spec.hidden_size * spec.head_dim * (spec.num_q_heads + 2 * spec.num_kv_heads)
+    return spec.num_layers * (qkv + _output_parameters(spec) + _mlp_parameters(spec))
+
+
+def _output_parameters(spec: DecoderSpec) -> int:
+    return spec.hidden_size * spec.head_dim * spec.num_q_heads
+
+
+def _mlp_parameters(spec: DecoderSpec) -> int:
+    return 3 * spec.hidden_size * spec.intermediate_size

@@ -13,7 +13,7 @@ from batchinfer.executors.step_memory import written_out_bytes
 from batchinfer.models.loader import load_scheme, load_spec, own_dtype, quantization_config
 from batchinfer.models.resolve import ModelFiles, resolve_model
 from batchinfer.models.spec import DecoderSpec
-from batchinfer.models.step_work import StepWork, linear_parameters
+from batchinfer.models.step_work import StepWork, expected_work
 from batchinfer.planning.kv_forms import AttentionShape
 from batchinfer.planning.model_size import StoredTensor, WeightForm, WeightSizes, dummy_heads, read_heads, weight_sizes
 
@@ -70,14 +70,7 @@ class ModelFacts:
 
     def step_work(self, cache: KVCacheSpec) -> StepWork:
         """As models/step_work.step_work has it of a loaded model."""
-        return StepWork(
-            weight_bytes=self.sizes.linear + self.sizes.head,
-            kv_bytes_per_token=cache.bytes_per_token(),
-            linear_flops_per_token=2 * linear_parameters(self.spec),
-            logits_flops_per_token=2 * self.spec.hidden_size * self.spec.vocab_size,
-            attention_flops_per_pair=4 * self.spec.num_layers * self.spec.num_q_heads * self.spec.head_dim,
-            dtype=self.dtype,
-        )
+        return expected_work(self.spec, self.sizes.linear + self.sizes.head, cache)
 
 
 def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:

@@ -10,7 +10,7 @@ from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.data.detokenizer import IncrementalDetokenizer, TokenBytes
 from batchinfer.engine.engine import Engine
-from batchinfer.engine.input_builder import ForwardBatch
+from batchinfer.engine.input_builder import ForwardBatch, WantedTokens
 from batchinfer.request import Request, RequestId, Result, SamplingParams, make_noise_key
 
 VOCAB = 61
@@ -55,10 +55,20 @@ class StandInModel:
             if self.poisoned_token is not None:
                 features[np.logical_or.accumulate(context == self.poisoned_token)] = np.nan
             rows.append(features[seq_len - (offsets[i + 1] - offsets[i]) :])
-        return torch.from_numpy(np.concatenate(rows))
+        states = torch.from_numpy(np.concatenate(rows))
+        if batch.wanted is not None:
+            _spoil_others(states, batch.wanted)
+        return states
 
     def compute_logits(self, hidden: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
         return torch.from_numpy(logits_of(hidden.numpy())).float()
+
+
+def _spoil_others(states: torch.Tensor, wanted: WantedTokens) -> None:
+    """Rows that are not wanted say nothing but whether they are finite."""
+    others = torch.ones(len(states), dtype=torch.bool)
+    others[wanted.tokens] = False
+    states[others] = states[others] * 0 + 1e6
 
 
 def naive_greedy(prompt: Sequence[int], num_tokens: int) -> list[int]:

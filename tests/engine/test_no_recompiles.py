@@ -16,7 +16,7 @@ from batchinfer.kernels.quantized_linear import Fp8Weight, IntegerWeight, fp8
 from batchinfer.kernels.sampling import LogitChanges, RowTokens
 
 from batchinfer.cache.paged_kv import PagedKVCache
-from batchinfer.engine.input_builder import ForwardBatch
+from batchinfer.engine.input_builder import ForwardBatch, WantedTokens
 from batchinfer.engine.key_stacks import KeyStacks
 from batchinfer.engine.warm_up import warm_up
 from batchinfer.models.dummy import DummyCheckpoint
@@ -104,6 +104,23 @@ def random_changes(rng, n):
     )
 
 
+def random_wanted(rng, lengths, width):
+    """The last tokens of the sequences, but perhaps for one whose prompt goes on, or all tokens of a scored prompt."""
+    counts = [1] * (len(lengths) - rng.randint(0, 1))
+    if counts and rng.random() < 0.2:
+        counts[0] = lengths[0]
+    if sum(counts) == sum(lengths):
+        return None
+    num_seqs, ints = len(counts), {"dtype": torch.int32}
+    return WantedTokens(
+        tokens=meta(sum(counts)),
+        block_table=meta(num_seqs, width, **ints),
+        cu_seqlens_q=meta(num_seqs + 1, **ints),
+        seq_lens=meta(num_seqs, **ints),
+        stacks=meta(num_seqs, STACKS.width, **ints),
+    )
+
+
 def run_step(rng, decoder, cache):
     lengths = random_step(rng)
     num_tokens, num_seqs = sum(lengths), len(lengths)
@@ -118,6 +135,7 @@ def run_step(rng, decoder, cache):
         seq_lens=meta(num_seqs, **ints),
         prompt_lens=meta(num_seqs, **ints),
         stacks=meta(num_seqs, STACKS.width, **ints),
+        wanted=random_wanted(rng, lengths, width),
     )
     hidden = decoder.forward(batch, cache, batch.prompt_lens)
     n = rng.randint(1, num_seqs)

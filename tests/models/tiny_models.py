@@ -73,6 +73,7 @@ class Runner:
             cu_seqlens_q=F.pad(q_lens.cumsum(0), (1, 0)).int(),
             seq_lens=torch.tensor([end for _, _, _, end in chunks]).int(),
             stacks=None,
+            wanted=None,
         )
         return self.decoder.forward(batch, self.cache, **options).split(q_lens.tolist())
 
