@@ -76,6 +76,12 @@ class InputConfig:
     unique_id: str | None = option(
         None, "Column whose values must not repeat; a repeated one ends the job before it starts.", metavar="COLUMN"
     )
+    length_class_column: str | None = option(
+        None,
+        "Column whose values tell rows with answers of unlike lengths apart, as a task does: how long answers become "
+        "is learnt for each value (the first 63, and all others together), not by lengths of prompts and max_tokens.",
+        metavar="COLUMN",
+    )
     limit: int | None = option(None, "Answer the first N rows only.", metavar="N", affects_answers=True)
     sample: int | None = option(
         None, "Answer N rows drawn at random (by --seed), in input order.", metavar="N", affects_answers=True

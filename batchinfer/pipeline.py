@@ -20,7 +20,6 @@ from batchinfer.data.earlier_lengths import EarlierLengths
 from batchinfer.data.feeder import Feeder
 from batchinfer.data.files import with_file_contents
 from batchinfer.data.job_input import JobInput, default_output
-from batchinfer.data.prompts import PromptBuilder
 from batchinfer.data.result_schema import Tally, result_schema
 from batchinfer.data.sampling_defaults import resolve_sampling
 from batchinfer.data.tokenizer import Tokenizer
@@ -255,17 +254,8 @@ class _Run:
         return figures | ({"kv_guard": self.guard_outcome} if self.guard_outcome else {})
 
     def _feeder(self, tokenizer: Tokenizer, vocab_size: int, max_model_len: int, wanted: Wanted) -> Feeder:
-        builder = PromptBuilder(
-            source=self.input.source,
-            tokenizer=tokenizer,
-            defaults=self._sampling,
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            param_columns=self.input.param_columns,
-            seed=self._config.sampling.seed,
-            on_too_long=self._config.input.on_too_long,
-            earlier_lengths=self._earlier_lengths,
-        )
+        of_model = (tokenizer, self._sampling, vocab_size, max_model_len)
+        builder = self.input.builder(self._config, *of_model, self._earlier_lengths)
         return Feeder(self.input.shard_set.shards, self.input.selection, builder, wanted)
 
     def _progress(self, before: Tally) -> ProgressFigures:

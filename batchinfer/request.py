@@ -14,6 +14,7 @@ from batchinfer.option_field import require
 
 FinishReason = Literal["stop", "length", "error"]
 GREEDY_EPSILON = 1e-3  # temperatures below this are greedy: dividing logits by them overflows
+MAX_LENGTH_GROUPS = 63  # whose answers' lengths are learnt apart
 MAX_N = 16384  # as in vLLM; a typing error in a row must not fill the memory with requests
 
 
@@ -90,6 +91,7 @@ class Request:
     prompt_token_ids: int32 [num_prompt_tokens], at least one token, all within the vocabulary.
     max_tokens: params.max_tokens bounded by the room left in max_model_len.
     expected_tokens: of the answer, at most max_tokens, where an earlier run tells; the answer does not depend on it.
+    length_group: requests of one group are expected to have answers of like lengths; None: those of like prompts are.
     """
 
     id: RequestId
@@ -98,6 +100,7 @@ class Request:
     max_tokens: int
     noise_key: int  # 64 bits, see make_noise_key
     expected_tokens: int | None = None
+    length_group: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

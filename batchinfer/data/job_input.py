@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.config import InputConfig
+from batchinfer.config import InputConfig, JobConfig
 from batchinfer.data.columns import column_values
-from batchinfer.data.prompts import ParamColumns, PromptSource, choose_param_columns, choose_source
+from batchinfer.data.earlier_lengths import EarlierLengths
+from batchinfer.data.length_column import describe_groups, require_length_column
+from batchinfer.data.prompts import ParamColumns, PromptBuilder, PromptSource, choose_param_columns, choose_source
 from batchinfer.data.readers import iter_rows
 from batchinfer.data.row_map import RowMap, Selection
 from batchinfer.data.row_params import STEER_OR_DATA
 from batchinfer.data.selection import select_rows
 from batchinfer.data.shards import ShardSet, discover
+from batchinfer.data.tokenizer import Tokenizer
 from batchinfer.data.unique_ids import find_duplicate_ids
 from batchinfer.errors import UsageError
+from batchinfer.request import SamplingParams
 
 _ID_COLUMN = "custom_id"  # of the batch files of hosted services, where it must be unique
 _SAMPLE_ROWS = 1000  # of each shard, to tell a parameter from data
@@ -34,6 +38,7 @@ class JobInput:
     rows: RowMap
     source: PromptSource
     param_columns: ParamColumns
+    length_class_column: str | None = None
 
     @classmethod
     def read(
@@ -52,11 +57,39 @@ class JobInput:
         if param_columns.is_auto:
             names = [name for name in param_columns.names if name in STEER_OR_DATA]
             param_columns = param_columns.without_data({name: _sample(shard_set, name) for name in names})
+        if config.length_class_column is not None:
+            require_length_column(config.length_class_column, schemas)
         selection = select_rows(shard_set, config.limit, config.sample, seed)
         rows = RowMap([shard.num_rows for shard in shard_set.shards], selection)
         report(f"input: {_counted(rows.num_rows, shard_set)}; {source.describe()}; {param_columns.describe()}")
+        if config.length_class_column is not None:
+            report(describe_groups(config.length_class_column, shard_set))
         _check_ids(shard_set, config.unique_id, report)
-        return cls(shard_set, selection, rows, source, param_columns)
+        return cls(shard_set, selection, rows, source, param_columns, config.length_class_column)
+
+    def builder(
+        self,
+        config: JobConfig,
+        tokenizer: Tokenizer,
+        defaults: SamplingParams,
+        vocab_size: int,
+        max_model_len: int,
+        earlier_lengths: EarlierLengths | None,
+    ) -> PromptBuilder:
+        """Of the job's requests. defaults: the sampling parameters of rows that carry none; the rest as of
+        PromptBuilder."""
+        return PromptBuilder(
+            source=self.source,
+            tokenizer=tokenizer,
+            defaults=defaults,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            param_columns=self.param_columns,
+            seed=config.sampling.seed,
+            on_too_long=config.input.on_too_long,
+            earlier_lengths=earlier_lengths,
+            length_class_column=self.length_class_column,
+        )
 
     def selected(self, shard: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """bool [stop - start]: which of the shard's rows the job answers."""

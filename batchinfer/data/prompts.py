@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from batchinfer.data.columns import is_missing
 from batchinfer.data.earlier_lengths import EarlierLengths
+from batchinfer.data.length_column import length_groups
 from batchinfer.data.messages import parse_messages
 from batchinfer.data.prompt_source import PromptSource, choose_source
 from batchinfer.data.row_params import NO_PARAM_COLUMNS, ParamColumns, choose_param_columns, require_in_vocabulary
@@ -32,6 +33,7 @@ class PromptBuilder:
     max_model_len: most tokens of prompt and completion. seed: the job's. on_too_long: error, truncate-left (keeps the
     prompt's end, and a BOS that begins it) or truncate-right (keeps its beginning); a prompt is too long where it
     leaves no room for one token, or, for scoring only (max_tokens 0), is itself longer than max_model_len.
+    length_class_column: the column of Request.length_group.
     Raises UsageError for messages without a chat template, and for default parameters outside the vocabulary.
     """
 
@@ -44,6 +46,7 @@ class PromptBuilder:
     seed: int = 0
     on_too_long: str = "error"
     earlier_lengths: EarlierLengths | None = None
+    length_class_column: str | None = None
 
     def __post_init__(self) -> None:
         if self.source.kind == "messages":
@@ -56,7 +59,8 @@ class PromptBuilder:
     @property
     def columns(self) -> tuple[str, ...]:
         """The input columns that `build` reads."""
-        return tuple(dict.fromkeys(self.source.columns + self.param_columns.names))
+        own = () if self.length_class_column is None else (self.length_class_column,)
+        return tuple(dict.fromkeys(self.source.columns + self.param_columns.names + own))
 
     def build(self, shard_index: int, batch: "RowBatch") -> list[Request | Result]:
         """Requests of the batch in row order, a row's n samples one after the other; a bad row is one error Result."""
@@ -64,20 +68,29 @@ class PromptBuilder:
         for offset, message in batch.errors.items():
             values[offset] = RowError(ErrorCode.UNREADABLE_LINE, message)
         params = self.param_columns.parse(batch.table, self.defaults, self.vocab_size)
-        return self.build_values(shard_index, batch.start, values, params)
+        column = self.length_class_column
+        groups = None if column is None else length_groups(batch.table, column)
+        return self.build_values(shard_index, batch.start, values, params, groups)
 
     def build_values(
-        self, shard_index: int, start: int, values: Sequence[Any], params: Sequence[SamplingParams | RowError]
+        self,
+        shard_index: int,
+        start: int,
+        values: Sequence[Any],
+        params: Sequence[SamplingParams | RowError],
+        groups: Sequence[str | None] | None = None,
     ) -> list[Request | Result]:
         """The same from the source's values and parameters themselves, for rows start, start + 1, …
 
         values: text, messages, token ids or a template's columns, by the source's kind; a RowError is passed on.
+        groups: of Request.length_group.
         """
         prompts = self._tokenise([self._prompt(value) for value in values])
         entries: list[Request | Result] = []
-        for row, (prompt, row_params) in enumerate(zip(prompts, params, strict=True), start):
+        rows = zip(prompts, params, groups or [None] * len(prompts), strict=True)
+        for row, (prompt, row_params, group) in enumerate(rows, start):
             try:
-                entries += self._requests(shard_index, row, _value_or_raise(prompt), _value_or_raise(row_params))
+                entries += self._requests(shard_index, row, _value_or_raise(prompt), _value_or_raise(row_params), group)
             except RowError as error:
                 place = RequestId(shard_index, row)
                 entries.append(Result(place, "error", error_code=error.code, error_message=error.message))
@@ -122,7 +135,9 @@ class PromptBuilder:
         encoded = iter(self.tokenizer.encode_batch(texts, add_special_tokens=self.source.kind != "messages"))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _requests(self, shard_index: int, row: int, prompt: TokenIds, params: SamplingParams) -> list[Request]:
+    def _requests(
+        self, shard_index: int, row: int, prompt: TokenIds, params: SamplingParams, length_group: str | None
+    ) -> list[Request]:
         if not len(prompt):
             raise RowError(ErrorCode.EMPTY_PROMPT, "the prompt has no token, and the tokenizer adds none")
         if int(prompt.max()) >= self.vocab_size:
@@ -140,6 +155,7 @@ class PromptBuilder:
                 max_tokens,
                 make_noise_key(place, params.seed, self.seed),
                 self._expected_tokens(place, params, max_tokens),
+                length_group,
             )
             for place in places
         ]

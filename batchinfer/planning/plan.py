@@ -103,17 +103,9 @@ def _builder(config: JobConfig, job: JobInput, scenario: Scenario) -> PromptBuil
     """As a run has it."""
     earlier = config.scheduler.lengths_from
     defaults, _ = resolve_sampling(config.sampling, generation_config(scenario.model.files.path))
-    return PromptBuilder(
-        source=job.source,
-        tokenizer=scenario.model.tokenizer,
-        defaults=defaults,
-        vocab_size=scenario.model.spec.vocab_size,
-        max_model_len=scenario.size.max_model_len,
-        param_columns=job.param_columns,
-        seed=config.sampling.seed,
-        on_too_long=config.input.on_too_long,
-        earlier_lengths=None if earlier is None else EarlierLengths(earlier, job.rows),
-    )
+    model = scenario.model
+    of_model = (model.tokenizer, defaults, model.spec.vocab_size, scenario.size.max_model_len)
+    return job.builder(config, *of_model, None if earlier is None else EarlierLengths(earlier, job.rows))
 
 
 def _row_figures(rows: JobRows) -> dict[str, Any]:

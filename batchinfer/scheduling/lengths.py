@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.request import Request
+from batchinfer.request import MAX_LENGTH_GROUPS, Request
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _EXACT = 0  # the class of requests that nothing but max_tokens ends
-_MAX_CLASSES = 64
+_MAX_CLASSES = MAX_LENGTH_GROUPS + 1  # the last is of all that come when the others are taken
 _PRIOR_MEAN_TOKENS = 4096.0  # where nothing has ended yet, and more is allowed
 _PRIOR_SEQUENCES = 4.0  # how many finished requests the prior counts for, and all requests for those of one class
 _TRUSTED_SHARE = 0.9  # of the answers, that are as long as an earlier run told
@@ -28,7 +28,8 @@ _BIN_OF = np.searchsorted(_EDGES, np.arange(_LOOKED_UP), side="right") - 1
 
 
 class OutputLengths:
-    """Survival curves of answers, one for each class of requests: those of about equally long prompts and limits.
+    """Survival curves of answers, one for each class of requests: those of one length_group, else those of about
+    equally long prompts and limits.
 
     Of the answers that came to a length, running ones included, a curve counts the share that ended before the next:
     so long answers that still run count, and the early endings at a job's start mislead nobody (an actuary's life
@@ -37,7 +38,7 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[int, int], int] = {}
+        self._classes: dict[tuple[int, int] | str, int] = {}
         self._endings = np.zeros((_MAX_CLASSES + 2, len(_WIDTHS)))
         self._entered = np.zeros_like(self._endings)  # finished answers that came so far
         self._ended: list[tuple[int, int, bool]] = []  # of add(), not yet in both
@@ -59,8 +60,11 @@ class OutputLengths:
     def class_of(self, request: Request) -> int:
         if request.params.never_stops:
             return _EXACT
-        key = request.num_prompt_tokens.bit_length(), request.max_tokens.bit_length()
-        return self._classes.setdefault(key, min(len(self._classes) + 1, _MAX_CLASSES))
+        alike = request.num_prompt_tokens.bit_length(), request.max_tokens.bit_length()
+        key = alike if request.length_group is None else request.length_group
+        if len(self._classes) < MAX_LENGTH_GROUPS:
+            self._classes.setdefault(key, len(self._classes) + 1)
+        return self._classes.get(key, _MAX_CLASSES)
 
     @property
     def trusts_earlier_runs(self) -> bool:
@@ -85,7 +89,7 @@ class OutputLengths:
     def update(self, classes: IntArray, num_tokens: IntArray) -> None:
         """Works out the curves. classes, num_tokens: of the answers that run, so far."""
         self._take_in_ended()
-        num_curves = min(len(self._classes), _MAX_CLASSES) + 2  # the last is that of all classes yet to come
+        num_curves = len(self._classes) + 2  # the last is that of all classes yet to come
         entered = self._entered[:num_curves] + _passed(classes, num_tokens, num_curves)
         endings = self._endings[:num_curves]
         of_all = entered[1:].sum(0)

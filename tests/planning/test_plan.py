@@ -13,6 +13,7 @@ from batchinfer import roofline
 from batchinfer.cli import main as command_line
 from batchinfer.planning.job_rows import histogram
 from batchinfer.roofline import DevicePeaks, StepTimes, load_step_times
+from batchinfer.scheduling.lengths import OutputLengths
 
 SAMPLES = Path(__file__).parents[2] / "sample_data"
 PEAKS = DevicePeaks(10e9, 100e9, "a processor, fp32, 1 thread", "2026-01-31", 1)
@@ -89,6 +90,29 @@ def test_prompts_and_shared_beginnings(model: Path, tmp_path: Path) -> None:
     assert found["kv"]["attention"] == "GQA"
 
 
+def test_the_plan_tells_rows_apart_as_a_run_does(
+    model: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups come to the scheduler of both, and no answer depends on them."""
+    seen: list[str | None] = []
+    class_of = OutputLengths.class_of
+    monkeypatch.setattr(
+        OutputLengths, "class_of", lambda self, request: (seen.append(request.length_group), class_of(self, request))[1]
+    )
+    rows = [{"prompt": "abc", "task": task} for task in ("sum", None, "list")]
+    options = ("--input", write_jsonl(tmp_path / "rows.jsonl", rows), "--max-tokens", 5)
+    plan(model, tmp_path, *options, "--length-class-column", "task")
+    assert set(seen) == {"sum", None, "list"}
+    seen.clear()
+    assert call(tiny_model, *options, "--output", tmp_path / "with", "--length-class-column", "task") == 0
+    assert set(seen) == {"sum", None, "list"}
+    seen.clear()
+    assert call(tiny_model, *options, "--output", tmp_path / "without") == 0
+    assert set(seen) == {None}
+    answers = [[row["completion"] for row in read_rows(tmp_path / name)] for name in ("with", "without")]
+    assert answers[0] == answers[1]
+
+
 def test_several_samples_of_a_row_are_as_many_requests(model: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abc"}, {"prompt": None}])
     found = plan(model, tmp_path, "--input", source, "--max-tokens", 7, "--n", 3, "--ignore-eos")
@@ -163,6 +187,7 @@ def test_lengths_of_several_samples_of_an_earlier_run(model: Path, tiny_model: P
         (["--kv-cache-memory", "1KiB"], "a block of 16 tokens takes"),
         (["--max-model-len", 5000], "the model has positions for 1024 tokens"),
         (["--prompt-column", "nothing"], "no such column"),
+        (["--length-class-column", "task"], "there is no such column; the columns are `prompt`"),
     ],
 )
 def test_faults_are_one_line(

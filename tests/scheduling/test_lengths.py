@@ -11,9 +11,9 @@ from batchinfer.scheduling.lengths import OutputLengths
 NONE = np.zeros(0, np.int64)
 
 
-def request(max_tokens: int, prompt: int = 10, **params: object) -> Request:
+def request(max_tokens: int, prompt: int = 10, group: str | None = None, **params: object) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return Request(RequestId(0, 0), np.ones(prompt, np.int32), sampling, max_tokens, 0)
+    return Request(RequestId(0, 0), np.ones(prompt, np.int32), sampling, max_tokens, 0, length_group=group)
 
 
 def taught(draws: list[int], max_tokens: int, prompt: int = 10) -> tuple[OutputLengths, int]:
@@ -159,3 +159,39 @@ def test_curves_are_those_of_a_plain_life_table(seed: int) -> None:
     one_by_one.update(*running)
     together.update(*running)
     np.testing.assert_allclose(one_by_one.expected(asked), together.expected(asked))
+
+
+def test_groups_are_learnt_apart_whatever_their_prompts() -> None:
+    """200 answers each of 10 and of 300 tokens in the mean, beside 4 as all are."""
+    lengths = OutputLengths()
+    for draw in (8, 9, 10, 11, 12) * 40:
+        for group, factor, prompt in (("brief", 1, 5), ("long", 30, 900)):
+            lengths.add(lengths.class_of(request(1000, prompt, group)), factor * draw, is_cut=False)
+    lengths.update(NONE, NONE)
+    asked = [request(1000, 900, "brief"), request(1000, 5, "long"), request(500, 5, "long")]
+    brief, long, limited = lengths.expected(asked).tolist()
+    assert brief == pytest.approx((200 * 10 + 4 * 155) / 204, rel=0.1)
+    assert [long, limited] == [pytest.approx((200 * 300 + 4 * 155) / 204, rel=0.1)] * 2
+    assert lengths.class_of(request(1000, group="brief", ignore_eos=True)) == lengths.class_of(
+        request(7, ignore_eos=True)
+    )
+
+
+def test_groups_beyond_the_most_are_one() -> None:
+    lengths = OutputLengths()
+    classes = [lengths.class_of(request(100, group=f"task {i}")) for i in range(100)]
+    assert len(set(classes[:63])) == 63
+    assert len(set(classes[63:])) == 1
+    assert classes[63] not in classes[:63]
+    assert [lengths.class_of(request(100, group=f"task {i}")) for i in range(100)] == classes
+
+
+def test_what_groups_beyond_the_most_show_is_learnt_together() -> None:
+    lengths = OutputLengths()
+    for i in range(200):
+        lengths.add(lengths.class_of(request(1000, group=f"task {i}")), 4 if i < 63 else 200, is_cut=False)
+    lengths.update(NONE, NONE)
+    of_all = (63 * 4 + 137 * 200) / 200
+    beyond = (137 * 200 + 4 * of_all) / 141
+    expected = lengths.expected([request(1000, group=name) for name in ("task 150", "never seen")]).tolist()
+    assert expected == [pytest.approx(beyond, rel=0.1)] * 2
