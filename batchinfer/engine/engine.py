@@ -185,8 +185,7 @@ class Engine:
             self._steps[-1].handle = self._runner.submit(output)
             started = [self._completions[start.request.id].sequence for start in output.started]
             restarts = [sequence.num_preemptions > 0 for sequence in started]
-            for sequence, start in zip(started, output.started, strict=True):
-                self.stats.recomputed_tokens += max(0, sequence.num_lost_tokens - start.num_computed_tokens)
+            self.stats.recomputed_tokens = self._scheduler.num_recomputed_tokens
             self.stats.add_step(output, restarts, self._scheduler.num_waiting, self._block_pool.num_used_blocks)
 
     def _commit(self) -> None:

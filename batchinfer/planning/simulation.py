@@ -63,7 +63,7 @@ def simulate(
             if token == -1 or len(sequence.output_token_ids) >= expected[sequence.request.id]:
                 scheduler.finish(sequence, "length")
                 intake.num_finished += 1
-    return recorder.forecast(sequences)
+    return recorder.forecast(sequences, scheduler.num_recomputed_tokens)
 
 
 def _made_up(output: SchedulerOutput, tokens: "count[int]") -> StepResult:
@@ -84,16 +84,15 @@ class _Recorder:
         sizes = (len(scheduled), int(scheduled.sum()), int(output.samples.sum()))
         self._steps.append((1.0, *sizes, *work, used_blocks))
 
-    def forecast(self, sequences: Sequence[RunningSequence]) -> Forecast:
+    def forecast(self, sequences: Sequence[RunningSequence], recomputed_tokens: int) -> Forecast:
         steps = np.array(self._steps, np.float64).reshape(-1, 7).T
         trace = StepTrace(*steps)
         cached = sum(sequence.num_cached_tokens for sequence in sequences)
         outputs = sum(len(sequence.output_token_ids) for sequence in sequences)
-        ever = sum(max(s.num_prompt_tokens, s.num_confirmed_tokens - 1) for s in sequences)
         return Forecast(
             trace,
             preemptions=sum(sequence.num_preemptions for sequence in sequences),
-            recomputed_tokens=max(0, int(trace.tokens.sum()) - (ever - cached)),
+            recomputed_tokens=recomputed_tokens,
             cached_tokens=cached,
             output_tokens=outputs,
             is_exact=True,

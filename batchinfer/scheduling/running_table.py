@@ -110,7 +110,7 @@ class RunningTable:
         self.num_registered[slot] = num_cached_tokens // self.block_size
         self.last_step[slot] = step_id
         self.num_computed += count
-        self.num_recomputed += min(count, max(0, sequence.num_lost_tokens - num_cached_tokens))
+        self.num_recomputed += max(0, sequence.num_lost_tokens - num_cached_tokens)
         self.most_blocks += -(-limit // self.block_size)
         self._num_placed += 1
         self.num_changes += 1

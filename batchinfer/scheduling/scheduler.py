@@ -74,6 +74,11 @@ class Scheduler:
         return self._table.num_running
 
     @property
+    def num_recomputed_tokens(self) -> int:
+        """So far: those whose KV a preemption gave up and the prefix cache did not have when their sequence went on."""
+        return self._table.num_recomputed
+
+    @property
     def has_unfinished(self) -> bool:
         return len(self._waiting) > 0 or self._table.num_running > 0
 

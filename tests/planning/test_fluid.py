@@ -72,6 +72,15 @@ def test_with_room_enough(kind: str, admission: str, order: str) -> None:
     assert flow.preemptions == exact.preemptions == 0
 
 
+@pytest.mark.parametrize("kind", ["uniform", "heavy tail", "shared prefixes"])
+def test_what_is_computed_again_is_what_is_computed_beyond_once(kind: str) -> None:
+    """The last token of an answer is never computed."""
+    exact, _ = both(kind, CacheBlocks(100, 16, True), max_num_seqs=48, admission="greedy", order="input")
+    once = sum(request.num_prompt_tokens + request.max_tokens - 1 for request in job(kind)) - exact.cached_tokens
+    assert exact.preemptions > 0
+    assert exact.recomputed_tokens == total(exact, "tokens") - once > 0
+
+
 @pytest.mark.parametrize("kind", ["uniform", "heavy tail"])
 @pytest.mark.parametrize("admission", ["forecast", "greedy"])
 def test_with_little_memory(kind: str, admission: str) -> None:
