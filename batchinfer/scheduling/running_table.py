@@ -56,7 +56,7 @@ class RunningTable:
         self.num_registered = np.zeros(max_num_seqs, np.int64)  # leading blocks known to the prefix index
         self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
         self.num_computed = 0  # tokens of all steps so far
-        self.num_recomputed = 0  # of them, those that preempted sequences had computed before
+        self.num_recomputed = 0  # of them, what preemptions gave up and the prefix cache had not when it went on
         self.num_changes = 0  # sequences placed and vacated so far
         self.most_blocks = 0  # that running sequences will ever hold, if they share none
         self._num_placed = 0

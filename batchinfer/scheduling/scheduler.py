@@ -75,8 +75,7 @@ class Scheduler:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """So far: those whose KV a preemption gave up and the prefix cache did not have when their sequence went on."""
-        return self._table.num_recomputed
+        return self._table.num_recomputed  # where it says which
 
     @property
     def has_unfinished(self) -> bool:
