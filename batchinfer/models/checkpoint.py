@@ -1,12 +1,14 @@
-"""The safetensors files of a model directory as named tensors. Called by loader."""
+"""The safetensors files of a model directory as named tensors. Called by loader, and by planning/ for their places."""
 
 import json
 from collections.abc import Collection
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from batchinfer.errors import BatchInferError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -18,7 +20,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file_of_tensor = self._list()
+        self._file_of_tensor = {name: file for file in weight_files(path) for name in _tensor_names(file)}
 
     @property
     def where(self) -> str:
@@ -28,7 +30,7 @@ class SafetensorsCheckpoint:
     def names(self) -> Collection[str]:
         return self._file_of_tensor.keys()
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """The tensor on the CPU, as stored; it may share memory with a mapping of its file.
 
         The file is mapped anew each time, because pages that were read count as the process's memory for as long as
@@ -39,24 +41,22 @@ class SafetensorsCheckpoint:
         with safe_open(self._file_of_tensor[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def _list(self) -> dict[str, Path]:
-        index = self._path / _INDEX
-        if (self._path / _SINGLE).exists():
-            return dict.fromkeys(_tensor_names(self._path / _SINGLE), self._path / _SINGLE)
-        if not index.exists():
-            return self._list_other()
-        shards = {self._path / name for name in json.loads(index.read_text())["weight_map"].values()}
-        return {name: shard for shard in sorted(shards) for name in _tensor_names(shard)}
 
-    def _list_other(self) -> dict[str, Path]:
-        """Older quantisers name the file after its bits and groups."""
-        files = list(self._path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise BatchInferError(
-                f"{self._path}: there is neither {_SINGLE} nor {_INDEX}, but {len(files)} other .safetensors files; "
-                "only safetensors are loaded"
-            )
-        return dict.fromkeys(_tensor_names(files[0]), files[0])
+def weight_files(path: Path) -> list[Path]:
+    """Those that hold the model directory's tensors: a single one, the shards of an index, or, as older quantisers name
+    it after its bits and groups, the only one. Raises BatchInferError where there is none of these."""
+    index, single = path / _INDEX, path / _SINGLE
+    if single.exists():
+        return [single]
+    if index.exists():
+        return sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    files = list(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise BatchInferError(
+            f"{path}: there is neither {_SINGLE} nor {_INDEX}, but {len(files)} other .safetensors files; only "
+            "safetensors are loaded"
+        )
+    return files
 
 
 def _tensor_names(file: Path) -> list[str]:

@@ -1,10 +1,11 @@
 """What a model directory is told apart by, so that a resumed job notices other weights. Called by models/resolve.py."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from batchinfer.models.safetensors_header import read_head
 
 _WHOLE_BYTES = 1 << 29  # files up to this size are read whole
 _HEAD_BYTES = 1 << 24  # of a larger one: GGUF keeps the tokenizer and the table of its tensors there
@@ -35,7 +36,7 @@ def file_digest(path: Path) -> str:
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with open(path, "rb", buffering=0) as file:
-        spans = [(0, size)] if size <= _WHOLE_BYTES else [*_sample(size), *_small_tensors(path, file, size)]
+        spans = [(0, size)] if size <= _WHOLE_BYTES else [*_sample(size), *_small_tensors(path, file)]
         for start, stop in spans:
             for position in range(start, stop, _READ_BYTES):
                 file.seek(position)
@@ -50,24 +51,16 @@ def _sample(size: int) -> Iterator[tuple[int, int]]:
     yield size - _BLOCK_BYTES, size
 
 
-def _small_tensors(path: Path, file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of a safetensors file's table and small tensors; nothing of a file without a table, which the
-    loader refuses."""
+def _small_tensors(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of a safetensors file's head and small tensors; nothing of a file without a head, which the loader
+    refuses."""
     if path.suffix != ".safetensors":
         return
-    length = int.from_bytes(file.read(8), "little")
-    if length > size:
-        return
-    yield 0, 8 + length
-    for start, stop in sorted(_places(file.read(length))):
-        if stop - start <= _SMALL_BYTES:
-            yield 8 + length + start, 8 + length + stop
-
-
-def _places(table: bytes) -> list[tuple[int, int]]:
-    """Where tensors begin and end after the table."""
     try:
-        entries = {name: entry for name, entry in json.loads(table).items() if name != "__metadata__"}
-        return [(int(start), int(stop)) for start, stop in (entry["data_offsets"] for entry in entries.values())]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
+        head = read_head(file)
+    except ValueError:
+        return
+    yield 0, head.num_bytes
+    for start, stop in sorted((place.start, place.stop) for place in head.tensors.values()):
+        if stop - start <= _SMALL_BYTES:
+            yield start, stop

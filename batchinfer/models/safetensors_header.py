@@ -1,10 +1,11 @@
-"""The head of a safetensors file, for writers that stream its tensors after it. Called by gguf_weights and
-conversion/checkpoint_files. Free of torch. Source of the layout: safetensors' README."""
+"""The head of a safetensors file: read without its tensors by fingerprint and planning/model_size, and made by
+gguf_weights and conversion/checkpoint_files, which stream the tensors after it. Free of torch. Source of the layout:
+safetensors' README."""
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,46 @@ _DTYPES = {  # torch's name: the file's, and bytes of an element
 }
 _ITEM_BYTES = dict(_DTYPES.values())
 _ALIGNMENT = 8  # of the first tensor
+_LARGEST = 100_000_000  # bytes of a table; as safetensors itself refuses more
+
+
+class TensorPlace(NamedTuple):
+    """As the table has it. dtype: as in "BF16". start, stop: bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+class Head(NamedTuple):
+    """num_bytes: before the first tensor. tensors: by name, in the order of the table."""
+
+    num_bytes: int
+    tensors: dict[str, TensorPlace]
+
+
+def read_head(file: IO[bytes]) -> Head:
+    """file: from its beginning. Raises ValueError where it has no such head."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST:
+        raise ValueError("its head is too long")
+    first = 8 + length
+    try:
+        table: dict[str, Any] = json.loads(file.read(length))
+        table.pop("__metadata__", None)
+        return Head(first, {name: _place(entry, first) for name, entry in table.items()})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its head lacks what each tensor has: {error}") from error
+
+
+def _place(entry: Mapping[str, Any], first: int) -> TensorPlace:
+    start, stop = entry["data_offsets"]
+    return TensorPlace(entry["dtype"], tuple(entry["shape"]), first + start, first + stop)
 
 
 def dtype_name(dtype: "torch.dtype") -> str:

@@ -17,8 +17,6 @@ from batchinfer.models.step_work import StepWork, expected_work
 from batchinfer.planning.kv_forms import AttentionShape
 from batchinfer.planning.model_size import StoredTensor, WeightForm, WeightSizes, dummy_heads, read_heads, weight_sizes
 
-_SCALE_SUFFIXES = (".k_scale", ".kv_scale", ".k_cache.scale", ".k_proj.output_scale")  # see quantization/kv_scales
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -124,6 +122,6 @@ def _packs(dtype: str, device: str) -> bool:
 
 def _static_kv_dtypes(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> tuple[str, ...]:
     """By the names of the scales; that their values are usable shows only at load."""
-    from batchinfer.quantization.kv_scales import cache_dtypes
+    from batchinfer.quantization.kv_scales import cache_dtypes, has_kv_scales
 
-    return cache_dtypes(quantization) if any(name.endswith(_SCALE_SUFFIXES) for name in tensors) else ()
+    return cache_dtypes(quantization) if has_kv_scales(tensors) else ()

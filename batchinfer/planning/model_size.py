@@ -1,21 +1,21 @@
 """What a model's weights will take in memory, from the heads of its safetensors files: no tensor is read. Called by
 plan.py."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from batchinfer.cache.spec import ELEMENT_BYTES
 from batchinfer.errors import BatchInferError
+from batchinfer.models.checkpoint import weight_files
 from batchinfer.models.families.common import WeightNames
+from batchinfer.models.safetensors_header import read_head
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.scheme import QuantizationScheme
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_LARGEST_HEAD = 100_000_000  # bytes; as safetensors itself refuses more
 _DUMMY_DTYPES = {"qweight": ("I32", 4), "qzeros": ("I32", 4), "scales": ("F16", 2)}  # of all else F32
 _INT8_OUTPUTS, _INT8_ROTATION, _INT8_GROUP = 32, 64, 192  # see kernels/quantized_linear/weight.py
 _SUFFIXES = (".weight_packed", ".weight_blocks", ".weight_scale_inv", ".qweight", ".weight")  # of a layer's main tensor
@@ -53,17 +53,9 @@ class WeightForm:
 
 
 def read_heads(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model directory's safetensors files. Raises BatchInferError naming a file that is none,
-    or where there is none."""
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if index.exists() and not single.exists():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise BatchInferError(f"{path}: there are no safetensors files, whose weights a plan could count")
-    return {name: tensor for file in files for name, tensor in _read_head(file)}
+    """Every tensor of the model directory's safetensors files. Raises BatchInferError where a run would find no files,
+    and for one that is none."""
+    return {name: tensor for file in weight_files(path) for name, tensor in _read_head(file)}
 
 
 def dummy_heads(spec: DecoderSpec, scheme: QuantizationScheme | None) -> dict[str, StoredTensor]:
@@ -82,16 +74,11 @@ def dummy_heads(spec: DecoderSpec, scheme: QuantizationScheme | None) -> dict[st
 def _read_head(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > _LARGEST_HEAD:
-                raise ValueError("its head is too long")
-            table: dict[str, Any] = json.loads(opened.read(length))
-        table.pop("__metadata__", None)
-        for name, entry in table.items():
-            start, stop = entry["data_offsets"]
-            yield name, StoredTensor(entry["dtype"], tuple(entry["shape"]), stop - start)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            tensors = read_head(opened).tensors
+    except (OSError, ValueError) as error:
         raise BatchInferError(f"{file}: not a readable safetensors file: {error}") from error
+    for name, place in tensors.items():
+        yield name, StoredTensor(place.dtype, place.shape, place.num_bytes)
 
 
 def weight_sizes(tensors: Mapping[str, StoredTensor], spec: DecoderSpec, form: WeightForm) -> WeightSizes:

@@ -5,7 +5,7 @@ Names: vLLM, model_loader/weight_utils.py (maybe_remap_kv_scale_name). A stored 
 value: x = stored * scale.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,12 @@ def cache_dtypes(config: Mapping[str, Any]) -> tuple[str, ...]:
     if scheme.get("num_bits", 8) != 8 or scheme.get("symmetric") is False:
         return ()
     return _CACHE_DTYPES.get(scheme.get("type", "float"), ())
+
+
+def has_kv_scales(names: Iterable[str]) -> bool:
+    """Whether one of a checkpoint's tensors is a scale of keys, or of keys and values, by its name."""
+    suffixes = tuple(f".self_attn.{place}" for place in (*_PLACES, _SHARED))
+    return any(name.endswith(suffixes) for name in names)
 
 
 def take_kv_scales(

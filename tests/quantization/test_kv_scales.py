@@ -5,7 +5,7 @@ import torch
 from written_formats import TensorDict
 
 from batchinfer.errors import BatchInferError
-from batchinfer.quantization.kv_scales import KVScales, are_usable, cache_dtypes, take_kv_scales
+from batchinfer.quantization.kv_scales import KVScales, are_usable, cache_dtypes, has_kv_scales, take_kv_scales
 
 PREFIX = "model.layers.2."
 
@@ -33,6 +33,13 @@ def test_each_pair_of_names(key, value):
     scales = take(**{key: torch.tensor(0.25), value: torch.tensor([0.5]).bfloat16()})
     assert (scales.key.tolist(), scales.value.tolist()) == ([0.25], [0.5])
     assert (scales.key.dtype, scales.value.dtype) == (torch.float32, torch.float32)
+    assert has_kv_scales(["x.weight", PREFIX + key.replace("__", ".")])
+
+
+def test_other_tensors_are_no_scales_of_keys():
+    names = ("q_proj.q_scale", "k_proj.weight_scale", "k_proj.weight", "o_proj.input_scale", "v_scale")
+    assert not has_kv_scales([f"{PREFIX}self_attn.{name}" for name in names])
+    assert has_kv_scales([f"{PREFIX}self_attn.kv_scale"])
 
 
 def test_one_scale_for_both():
