@@ -4,17 +4,39 @@ its weights are still being loaded. paged_kv makes tensors of it."""
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
 
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 
 _HUGE_PAGE = 2 << 20
+_CACHE_LINE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """One block's keys and values of all layers, side by side: blocks are used from the first on, and so memory is
+    taken for those alone, to a page. Were each layer's blocks together, each layer would begin a huge page of its own.
+
+    offsets: of keys and values of each layer in turn, each at a cache line. num_bytes: from a block to the next.
+    """
+
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, spec: KVCacheSpec) -> "BlockForm":
+        tokens = spec.num_kv_heads * spec.block_size * spec.head_dim
+        sizes = [tokens * ELEMENT_BYTES[spec.layer_dtype(layer)] for layer in range(spec.num_layers) for _ in range(2)]
+        *offsets, end = accumulate((-(-size // _CACHE_LINE) * _CACHE_LINE for size in sizes), initial=0)
+        return cls(tuple(offsets), end)
 
 
 class HostPages:
-    """Room for the keys and the values of each layer of up to most_blocks blocks: addresses alone, to which the system
-    gives memory as they are first written, or as they are asked for.
+    """Room for the keys and values of up to most_blocks blocks: addresses alone, to which the system gives memory as
+    they are first written, or as they are asked for.
 
     A page's first write takes microseconds, on virtual machines many: the system clears it, and the host may have to
     find it first. A job that knows how much of its cache it will fill spares its steps that.
@@ -22,17 +44,15 @@ class HostPages:
 
     def __init__(self, spec: KVCacheSpec, most_blocks: int) -> None:
         self.most_blocks = most_blocks
-        self._block_bytes = [size for layer in range(spec.num_layers) for size in [block_bytes(spec, layer)] * 2]
-        self._maps = [huge_pages(size * most_blocks) for size in self._block_bytes]
+        self._form = BlockForm.of(spec)
+        self._memory = huge_pages(self._form.num_bytes * most_blocks)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._is_counted = self._is_stopped = False
 
-    def memory(self, spec: KVCacheSpec, num_blocks: int) -> Sequence[mmap.mmap] | None:
-        """Keys and values of each layer in turn, with room for num_blocks of its blocks or more; None where these
-        pages were reserved for fewer or smaller ones."""
-        sizes = [size for layer in range(spec.num_layers) for size in [block_bytes(spec, layer)] * 2]
-        return self._maps if sizes == self._block_bytes and num_blocks <= self.most_blocks else None
+    def memory(self, form: BlockForm, num_blocks: int) -> mmap.mmap | None:
+        """With room for num_blocks blocks or more; None where these pages were reserved for fewer, or for others."""
+        return self._memory if form == self._form and num_blocks <= self.most_blocks else None
 
     def ask_for(self, num_blocks: Callable[[], int]) -> None:
         """Has a thread fill the first num_blocks() blocks with zeros, which it calls too. Whatever fails there only
@@ -58,21 +78,14 @@ class HostPages:
 
     def _ask(self, num_blocks: Callable[[], int]) -> None:
         with suppress(Exception):  # whoever reads the rows in earnest says what is wrong with them
-            blocks = min(num_blocks(), self.most_blocks)
+            num_bytes = min(num_blocks(), self.most_blocks) * self._form.num_bytes
             with self._lock:
                 self._is_counted = True
-            step = max(1, _HUGE_PAGE // max(self._block_bytes))
-            for first in range(0, blocks, step):
-                for memory, size in zip(self._maps, self._block_bytes, strict=True):
-                    if self._is_stopped:
-                        return
-                    view = ctypes.c_char.from_buffer(memory)  # keeps the memory mapped
-                    ctypes.memset(ctypes.addressof(view) + first * size, 0, min(step, blocks - first) * size)
-
-
-def block_bytes(spec: KVCacheSpec, layer: int) -> int:
-    """Bytes of a block's keys, or of its values, in a layer."""
-    return spec.num_kv_heads * spec.block_size * spec.head_dim * ELEMENT_BYTES[spec.layer_dtype(layer)]
+            view = ctypes.c_char.from_buffer(self._memory)  # keeps the memory mapped
+            for first in range(0, num_bytes, _HUGE_PAGE):
+                if self._is_stopped:
+                    return
+                ctypes.memset(ctypes.addressof(view) + first, 0, min(_HUGE_PAGE, num_bytes - first))
 
 
 def huge_pages(num_bytes: int) -> mmap.mmap:

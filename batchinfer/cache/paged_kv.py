@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchinfer.cache.host_pages import HostPages, huge_pages
+from batchinfer.cache.host_pages import BlockForm, HostPages, huge_pages
 from batchinfer.cache.spec import KVCacheSpec
 
 TORCH_DTYPES = {
@@ -38,17 +38,18 @@ class PagedKVCache:
         places = (num_blocks, spec.num_kv_heads, spec.block_size)
         layers = range(spec.num_layers)
         dtypes = [TORCH_DTYPES[spec.layer_dtype(layer)] for layer in layers for _ in ("keys", "values")]
-        reserved = pages.memory(spec, num_blocks) if pages else None
-        memory: Sequence[mmap.mmap | None] = reserved or [None] * len(dtypes)
         shape = (*places, spec.head_dim)
-        tensors = [_allocate(shape, dtype, device, own) for dtype, own in zip(dtypes, memory, strict=True)]
+        if torch.device(device).type == "cpu":
+            tensors = _in_host_memory(BlockForm.of(spec), shape, dtypes, pages)
+        else:
+            tensors = [torch.empty(*shape, dtype=dtype, device=device) for dtype in dtypes]
         self._keys, self._values = tensors[::2], tensors[1::2]
         scaled = [layer for layer in layers if spec.has_scales(layer)]
         self._key_scales = {layer: _scales(places, device) for layer in scaled}
         self._value_scales = {layer: _scales(places, device) for layer in scaled}
 
     def key(self, layer: int) -> Tensor:
-        """[num_blocks, num_kv_heads, block_size, head_dim] in the layer's storage dtype, contiguous."""
+        """[num_blocks, num_kv_heads, block_size, head_dim] in the layer's storage dtype, each block contiguous."""
         return self._keys[layer]
 
     def value(self, layer: int) -> Tensor:
@@ -70,12 +71,19 @@ class PagedKVCache:
         return sum(t.nbytes for t in (*self._keys, *self._values, *scales))
 
 
-def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, memory: mmap.mmap | None) -> Tensor:
-    """memory: of a CPU, with room for the tensor or more; None for huge pages of its own."""
-    if torch.device(device).type != "cpu":
-        return torch.empty(*shape, dtype=dtype, device=device)
-    count = math.prod(shape)
-    return torch.frombuffer(memory or huge_pages(count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
+def _in_host_memory(
+    form: BlockForm, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], pages: HostPages | None
+) -> list[Tensor]:
+    """Keys and values of each layer in turn, in blocks side by side. pages: as PagedKVCache's."""
+    num_blocks, _, block_size, head_dim = shape
+    reserved = pages.memory(form, num_blocks) if pages else None
+    memory, tensors = reserved or huge_pages(form.num_bytes * num_blocks), []
+    for dtype, offset in zip(dtypes, form.offsets, strict=True):
+        block_stride = form.num_bytes // dtype.itemsize
+        numbers = torch.frombuffer(memory, dtype=dtype, count=block_stride * num_blocks)
+        strides = (block_stride, block_size * head_dim, head_dim, 1)
+        tensors.append(numbers.as_strided(shape, strides, offset // dtype.itemsize))
+    return tensors
 
 
 def _scales(shape: Sequence[int], device: torch.device | str) -> Tensor:

@@ -4,6 +4,7 @@ attention layer before paged_attention."""
 from types import ModuleType
 
 import torch
+from batchinfer.kernels.common.cache_form import check_cache
 from batchinfer.kernels.common.fp8 import check_scales
 from batchinfer.kernels.common.key_offset import check_key_offset
 from batchinfer.kernels.kv_store import cpu, reference
@@ -22,8 +23,8 @@ def kv_store(
     """Stores token i's keys and values at slot_mapping[i]; tokens with a negative slot are skipped.
 
     k, v: [num_tokens, num_kv_heads, head_dim], any float dtype and strides.
-    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous; bf16, fp16, fp32, float8_e4m3fn,
-        float8_e5m2 or int8; written in place.
+    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim]; bf16, fp16, fp32, float8_e4m3fn, float8_e5m2 or
+        int8; contiguous, or on a CPU in contiguous blocks; written in place.
     slot_mapping: int64 [num_tokens], block * block_size + offset; non-negative slots are distinct.
     k_scale, v_scale: float32 [num_blocks, num_kv_heads, block_size], written in place: of each token and
         head, the absmax / 127 for int8; for float8 codes are of the vector over the divisor with the least squared
@@ -93,13 +94,10 @@ def _backend(
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError("k_cache and v_cache must be of one shape and dtype")
+    check_cache(k_cache, v_cache)
     _, num_kv_heads, _, head_dim = k_cache.shape
     for values, cache in ((k, k_cache), (v, v_cache)):
         if values.shape != (slots.shape[0], num_kv_heads, head_dim):
             raise ValueError(
                 f"values {tuple(values.shape)} do not fit {slots.shape[0]} slots of cache {tuple(cache.shape)}"
             )
-        if not cache.is_contiguous():
-            raise ValueError("the cache must be contiguous")

@@ -7,7 +7,7 @@ namespace batchinfer {
 namespace {
 
 // Keys or values: [num_tokens, num_kv_heads, head_dim], the last dimension dense, strides in elements; cache:
-// [num_blocks, num_kv_heads, block_size, head_dim], dense; scale: [num_blocks, num_kv_heads, block_size], to be written,
+// [num_blocks, num_kv_heads, block_size, head_dim], each block dense; scale: [num_blocks, num_kv_heads, block_size], to be written,
 // or static [num_kv_heads], or null.
 struct Side {
     const void* values;
@@ -20,6 +20,7 @@ struct Problem {
     Side k, v;
     const int64_t* slots;  // [num_tokens]
     int64_t num_tokens, num_kv_heads, head_dim, block_size;
+    int64_t block_stride;  // elements from a block of either cache to the next
     int64_t format, cache_format;
     int64_t scales_per_token;  // whether the scales are of the first shape
     int64_t threads;
@@ -146,12 +147,13 @@ void encode(float* values, const float* weights, int64_t n, float* scale, bool i
 template <class Format, class CacheFormat>
 void store_head(const Problem& p, const Side& side, const typename Format::Storage* from, const float* offset,
                 const float* weight, int64_t slot, int64_t head, float* scratch) {
-    int64_t row = (slot / p.block_size * p.num_kv_heads + head) * p.block_size + slot % p.block_size;
-    auto to = static_cast<typename CacheFormat::Storage*>(side.cache) + row * p.head_dim;
+    int64_t block = slot / p.block_size, row = head * p.block_size + slot % p.block_size;
+    auto to = static_cast<typename CacheFormat::Storage*>(side.cache) + block * p.block_stride + row * p.head_dim;
     if constexpr (std::is_same<Format, CacheFormat>::value) {
         std::copy_n(from, p.head_dim, to);
     } else {
-        float* scale = side.scale ? side.scale + (p.scales_per_token ? row : head) : nullptr;
+        int64_t place = p.scales_per_token ? block * p.num_kv_heads * p.block_size + row : head;
+        float* scale = side.scale ? side.scale + place : nullptr;
         load_row<Format>(from, scratch, p.head_dim);
         if (offset)
             for (int64_t i = 0; i < p.head_dim; i++) scratch[i] -= offset[i];

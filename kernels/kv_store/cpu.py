@@ -29,7 +29,7 @@ class Problem(ctypes.Structure):
         ("k", Side),
         ("v", Side),
         ("slots", c_void_p),
-        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim", "block_size")),
+        *((name, c_int64) for name in ("num_tokens", "num_kv_heads", "head_dim", "block_size", "block_stride")),
         *((name, c_int64) for name in ("format", "cache_format", "scales_per_token", "threads")),
     )
 
@@ -116,7 +116,7 @@ def _problem(
     """Of tensors that must outlive the call."""
     return Problem(
         *(Side.of(k, k_cache, k_scale), Side.of(v, v_cache, v_scale), slots.data_ptr()),
-        *(*k.shape, k_cache.shape[2]),
+        *(*k.shape, k_cache.shape[2], k_cache.stride(0)),
         *(native.FORMATS[k.dtype], native.FORMATS[k_cache.dtype]),
         *(is_per_token(k_scale), torch.get_num_threads()),
     )

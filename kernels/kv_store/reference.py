@@ -25,11 +25,10 @@ def kv_store(
         k, v, slot_mapping = k[keep], v[keep], slot_mapping[keep]
         k_weight = None if k_weight is None else k_weight[keep]
     _, num_kv_heads, block_size, _ = k_cache.shape
-    block = slot_mapping.to(torch.int64) // block_size
-    head = torch.arange(num_kv_heads, device=k.device)
-    rows = ((block[:, None] * num_kv_heads + head) * block_size + (slot_mapping % block_size)[:, None]).flatten()
-    _store(k, k_cache, k_scale, rows, k_weight)
-    _store(v, v_cache, v_scale, rows)
+    slots = slot_mapping.to(torch.int64)[:, None]
+    places = (slots // block_size, torch.arange(num_kv_heads, device=k.device), slots % block_size)
+    _store(k, k_cache, k_scale, places, k_weight)
+    _store(v, v_cache, v_scale, places)
 
 
 def rotary_kv_store(
@@ -63,11 +62,11 @@ def _store(
     values: torch.Tensor,
     cache: torch.Tensor,
     scale: torch.Tensor | None,
-    rows: torch.Tensor,
+    places: tuple[torch.Tensor, ...],
     weight: torch.Tensor | None = None,
 ) -> None:
-    """rows [num_tokens * num_kv_heads]: where each head's vector goes in the cache seen as [rows, head_dim]. weight: of
-    the values' squared errors, in their shape."""
+    """places: block, head and place in the block, which together are [num_tokens, num_kv_heads]. weight: of the values'
+    squared errors, in their shape."""
     if cache.dtype in STORAGE_MAX:
         values = values.to(torch.float32)
         if scale is not None:
@@ -76,12 +75,11 @@ def _store(
                 divisor = _divisor(values, cache.dtype, weight)
             values = values / divisor[..., None]
             if is_per_token(scale):
-                scale.view(-1)[rows] = _fitted(divisor, values, cache.dtype, weight).flatten()
+                scale[places] = _fitted(divisor, values, cache.dtype, weight)
         values = encode(values, cache.dtype)
     else:
         values = values.to(cache.dtype)
-    head_dim = cache.shape[-1]
-    _as_integers(cache).view(-1, head_dim).index_copy_(0, rows, _as_integers(values).reshape(-1, head_dim))
+    _as_integers(cache)[places] = _as_integers(values)
 
 
 def _divisor(values: torch.Tensor, dtype: torch.dtype, weight: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 import torch
+from batchinfer.kernels.common.cache_form import check_cache
 from batchinfer.kernels.common.fp8 import check_scales
 from batchinfer.kernels.common.key_offset import check_key_offset
 from batchinfer.kernels.paged_attention import cpu, reference
@@ -30,8 +31,8 @@ def paged_attention(
     at positions up to its own (the last `sliding_window` of them, its own included, where that is given).
 
     q: [num_tokens, num_q_heads, head_dim], bf16, fp16 or fp32, any strides; num_q_heads a multiple of num_kv_heads.
-    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous; the new tokens' keys and values are
-        in them already.
+    k_cache, v_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous, or on a CPU in contiguous blocks;
+        the new tokens' keys and values are in them already.
     block_table: int32 [num_seqs, max_blocks]; entries beyond a sequence's length are not read.
     cu_seqlens_q: int32 [num_seqs + 1], first token of each sequence in q, then num_tokens.
     seq_lens: int32 [num_seqs], length of each context, new tokens included.
@@ -84,10 +85,7 @@ def _check(
     seq_lens: torch.Tensor,
 ) -> None:
     _, num_kv_heads, _, head_dim = k_cache.shape
-    if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype:
-        raise ValueError("k_cache and v_cache must be of one shape and dtype")
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache and v_cache must be contiguous")
+    check_cache(k_cache, v_cache)
     if q.shape[-1] != head_dim or q.shape[1] % num_kv_heads:
         raise ValueError(f"queries {tuple(q.shape)} do not fit the cache {tuple(k_cache.shape)}")
     num_seqs = seq_lens.shape[0]

@@ -20,7 +20,7 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 struct Problem {
     const void* q;               // [num_tokens, num_q_heads, head_dim], the last dimension dense
     void* out;                   // [num_tokens, num_q_heads, head_dim], dense, in q's format
-    const char* k_cache;         // [num_blocks, num_kv_heads, block_size, head_dim], dense
+    const char* k_cache;         // [num_blocks, num_kv_heads, block_size, head_dim], each block dense
     const char* v_cache;         // same
     const float* k_scale;        // [num_blocks, num_kv_heads, block_size], or [num_kv_heads], or null
     const float* v_scale;        // same
@@ -30,6 +30,7 @@ struct Problem {
     const int32_t* cu_seqlens_q;  // [num_seqs + 1]
     const int32_t* seq_lens;     // [num_seqs]
     int64_t q_token_stride, q_head_stride;  // elements
+    int64_t block_stride;        // bytes from a block of either cache to the next
     int64_t num_seqs, max_blocks, num_q_heads, num_kv_heads, head_dim, block_size;
     int64_t q_format, cache_format;  // DType
     int64_t scales_per_token;    // whether the scales are of the first shape
@@ -40,6 +41,13 @@ struct Problem {
 
     int64_t heads_per_kv() const { return num_q_heads / num_kv_heads; }
     int64_t row_bytes() const { return head_dim * bytes_of(cache_format); }
+    // Bytes from the beginning of either cache.
+    int64_t place_of(int64_t block, int64_t kv_head, int64_t at) const {
+        return block * block_stride + (kv_head * block_size + at) * row_bytes();
+    }
+    int64_t scale_of(int64_t block, int64_t kv_head, int64_t at) const {
+        return (block * num_kv_heads + kv_head) * block_size + at;
+    }
     float static_key_scale(int64_t kv_head) const { return k_scale && !scales_per_token ? k_scale[kv_head] : 1.0f; }
     float static_value_scale(int64_t kv_head) const { return v_scale && !scales_per_token ? v_scale[kv_head] : 1.0f; }
 };

@@ -38,16 +38,15 @@ class Chunk {
     }
 
    private:
-    static int64_t index_of(const Problem& p, const Place& place, int64_t key) {
-        int64_t block = p.block_table[place.sequence * p.max_blocks + key / p.block_size];
-        return (block * p.num_kv_heads + place.kv_head) * p.block_size + key % p.block_size;
+    static int64_t block_of(const Problem& p, const Place& place, int64_t key) {
+        return p.block_table[place.sequence * p.max_blocks + key / p.block_size];
     }
 
     static void point_into_cache(const Problem& p, const Place& place, int64_t first, Group& group) {
-        int64_t index = index_of(p, place, first);
-        group.keys = p.k_cache + index * p.row_bytes();
-        group.values = p.v_cache + index * p.row_bytes();
-        if (p.scales_per_token) group.key_scales = p.k_scale + index, group.value_scales = p.v_scale + index;
+        int64_t block = block_of(p, place, first), at = first % p.block_size;
+        int64_t bytes = p.place_of(block, place.kv_head, at), scale = p.scale_of(block, place.kv_head, at);
+        group.keys = p.k_cache + bytes, group.values = p.v_cache + bytes;
+        if (p.scales_per_token) group.key_scales = p.k_scale + scale, group.value_scales = p.v_scale + scale;
     }
 
     // For blocks that do not hold whole groups. Places before the first key in sight become zeros: their block may
@@ -59,10 +58,12 @@ class Chunk {
         std::memset(keys, 0, size_t(GROUP * bytes)), std::memset(values, 0, size_t(GROUP * bytes));
         std::fill_n(key_scales, GROUP, 0.0f), std::fill_n(value_scales, GROUP, 0.0f);
         for (int64_t key = std::max(first, place.first_key); key < end; key++) {
-            int64_t index = index_of(p, place, key), at = key - first;
-            std::memcpy(keys + at * bytes, p.k_cache + index * bytes, size_t(bytes));
-            std::memcpy(values + at * bytes, p.v_cache + index * bytes, size_t(bytes));
-            if (p.scales_per_token) key_scales[at] = p.k_scale[index], value_scales[at] = p.v_scale[index];
+            int64_t block = block_of(p, place, key), at = key - first;
+            int64_t from = p.place_of(block, place.kv_head, key % p.block_size);
+            std::memcpy(keys + at * bytes, p.k_cache + from, size_t(bytes));
+            std::memcpy(values + at * bytes, p.v_cache + from, size_t(bytes));
+            int64_t scale = p.scale_of(block, place.kv_head, key % p.block_size);
+            if (p.scales_per_token) key_scales[at] = p.k_scale[scale], value_scales[at] = p.v_scale[scale];
         }
     }
 

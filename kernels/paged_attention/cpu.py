@@ -18,7 +18,7 @@ class Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "out", "k_cache", "v_cache", "k_scale", "v_scale", "sinks")),
         ("k_offset", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("block_table", "cu_seqlens_q", "seq_lens")),
-        *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride")),
+        *((name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "block_stride")),
         *((name, ctypes.c_int64) for name in ("num_seqs", "max_blocks", "num_q_heads", "num_kv_heads")),
         *((name, ctypes.c_int64) for name in ("head_dim", "block_size", "q_format", "cache_format")),
         *((name, ctypes.c_int64) for name in ("scales_per_token", "sliding_window", "threads")),
@@ -60,7 +60,7 @@ def paged_attention(
     problem = Problem(
         *map(address, (q, out, k_cache, v_cache, k_scale, v_scale, sinks, variant.k_offset)),
         *map(address, (block_table, cu_seqlens_q, seq_lens)),
-        *q.stride()[:2],
+        *(*q.stride()[:2], k_cache.stride(0) * k_cache.itemsize),
         *(num_seqs, max_blocks, num_q_heads, num_kv_heads, head_dim, block_size),
         *(native.FORMATS[q.dtype], native.FORMATS[k_cache.dtype]),
         *(is_per_token(k_scale), variant.sliding_window or 0, torch.get_num_threads()),

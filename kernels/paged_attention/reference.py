@@ -55,7 +55,8 @@ class _Chunk:
     """Where a chunk of each tile's keys lies. A piece is a run of tokens that divides a block."""
 
     positions: torch.Tensor  # int64 [n, length]
-    pieces: torch.Tensor  # int64 [n, num_kv_heads, length / piece], rows of the cache seen as [-1, piece * head_dim]
+    # Block, head and place in the block of each piece, in pieces; together [n, num_kv_heads, length / piece].
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     piece: int  # tokens
     unwritten: tuple[torch.Tensor, ...]  # (tile, place in the chunk) of each position beyond its sequence's end
 
@@ -218,10 +219,10 @@ def _locate_chunk(tiles: _Tiles, first_key: int, length: int, keys: _Keys) -> _C
     context = keys.seq_lens[tiles.sequence][:, None]
     starts = torch.minimum(positions[:, ::piece], context - 1)  # beyond the end the last block is taken again
     block = keys.block_table[tiles.sequence[:, None], starts // block_size].to(torch.int64)
-    first_head = block * (num_kv_heads * block_size // piece) + starts % block_size // piece
-    heads = torch.arange(num_kv_heads, device=device) * (block_size // piece)
+    heads = torch.arange(num_kv_heads, device=device)
+    places = (block[:, None, :], heads[:, None], (starts % block_size // piece)[:, None, :])
     unwritten = (positions >= context).nonzero(as_tuple=True)
-    return _Chunk(positions, first_head[:, None, :] + heads[:, None], piece, unwritten)
+    return _Chunk(positions, places, piece, unwritten)
 
 
 def _load(cache: torch.Tensor, chunk: _Chunk, marks_nan: bool = False) -> torch.Tensor:
@@ -230,11 +231,9 @@ def _load(cache: torch.Tensor, chunk: _Chunk, marks_nan: bool = False) -> torch.
 
     Places that nobody wrote are zeroed: the mask gives their keys the weight 0, and 0 times a stale NaN is NaN.
     """
-    head_dim = cache.shape[-1]
     is_encoded = cache.dtype in STORAGE_MAX
     stored = cache.view(torch.int8) if is_encoded else cache
-    pieces = stored.view(-1, chunk.piece * head_dim).index_select(0, chunk.pieces.flatten())
-    vectors = pieces.view(*chunk.pieces.shape[:2], -1, head_dim)
+    vectors = stored.unflatten(2, (-1, chunk.piece))[chunk.places].flatten(2, 3)
     sequence, place = chunk.unwritten
     vectors[sequence, :, place] = 0
     if not is_encoded:

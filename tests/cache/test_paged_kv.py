@@ -31,7 +31,7 @@ def test_layout_and_size(name, dtype):
         for tensor in (cache.key(layer), cache.value(layer)):
             assert tensor.shape == (5, 2, 8, 20)
             assert tensor.dtype == dtype
-            assert tensor.is_contiguous()
+            assert all(block.is_contiguous() and block.data_ptr() % 64 == 0 for block in tensor)
         for scale in (cache.key_scale(layer), cache.value_scale(layer)):
             assert (scale is not None) == scaled
             if scale is not None:

@@ -34,11 +34,34 @@ def test_copies_to_slots_and_skips_negative_ones(dtype):
     assert torch.equal(v_cache, expected_v)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
+def test_blocks_may_lie_apart(dtype):
+    k, v = torch.randn(3, 2, 8).bfloat16(), torch.randn(3, 2, 8).bfloat16()
+    scaled = dtype == E4M3
+    (k_cache, k_scale), (v_cache, v_scale) = make_cache(dtype, scaled), make_cache(dtype, scaled)
+    memory = torch.zeros(3, 5, *k_cache.shape[1:]).to(dtype)
+    scales = [torch.full_like(k_scale, -1.0) if scaled else None for _ in "kv"]
+    slots = torch.tensor([7, -1, 2])
+    kv_store(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    kv_store(k, v, memory[:, 3], memory[:, 1], slots, *scales)
+    for part, expected in ((3, k_cache), (1, v_cache)):
+        assert torch.equal(memory[:, part].float(), expected.float())
+    assert not memory[:, ::2].float().any()
+    assert not scaled or (torch.equal(scales[0], k_scale) and torch.equal(scales[1], v_scale))
+
+
 def best_scale(vector, dtype, largest, weight=1.0):
-    """By trial in float64, one divisor after the other; then by least squares over the codes."""
+    return best_codes(vector, dtype, largest, weight)[0]
+
+
+def best_codes(vector, dtype, largest, weight=1.0):
+    """The scale and the codes: by trial in float64, one divisor after the other; then the scale by least squares over
+    the codes."""
     least = vector.abs().max().item() / largest
-    if dtype == torch.int8 or not least:
-        return least
+    if not least:
+        return least, torch.zeros_like(vector, dtype=torch.float64)
+    if dtype == torch.int8:
+        return least, (vector.double() / least).round()
 
     def codes(divisor):
         return (vector.double() / divisor).float().to(dtype).double()
@@ -47,7 +70,7 @@ def best_scale(vector, dtype, largest, weight=1.0):
         return (weight * (vector.double() - divisor * codes(divisor)).square()).sum().item()
 
     chosen = codes(min((least * 2 ** (i / 8) for i in range(8)), key=squared_error))
-    return ((weight * chosen * vector.double()).sum() / (weight * chosen.square()).sum()).item()
+    return ((weight * chosen * vector.double()).sum() / (weight * chosen.square()).sum()).item(), chosen
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0), (torch.int8, 127.0)])
@@ -59,13 +82,11 @@ def test_scale_a_token_and_head(dtype, largest):
     kv_store(k, -2 * k, cache, other, torch.tensor([5, 0]), scale, other_scale)
     for token, (block, offset) in enumerate([(1, 1), (0, 0)]):
         for head in range(2):
-            expected = best_scale(k[token, head], dtype, largest)
+            expected, codes = best_codes(k[token, head], dtype, largest)
             assert scale[block, head, offset].item() == pytest.approx(expected, rel=1e-6, abs=1e-37)
             assert other_scale[block, head, offset].item() == pytest.approx(2 * expected, rel=1e-6, abs=1e-37)
-            stored = cache[block, head, offset].float() * scale[block, head, offset]
-            step = {E4M3: 1 / 16, E5M2: 1 / 8, torch.int8: 1.0}[dtype]
-            bound = expected * 0.51 if dtype == torch.int8 else k[token, head].abs() * step + expected * 2**-9
-            assert ((stored - k[token, head]).abs() <= bound).all()
+            assert torch.equal(cache[block, head, offset].double(), codes)
+            assert torch.equal(other[block, head, offset].double(), -codes)
     assert (scale == -1).sum() == scale.numel() - 4
 
 

@@ -177,6 +177,17 @@ def test_result_is_bitwise_independent_of_the_block_size():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_blocks_may_lie_apart(block_size):
+    """As where the blocks of other layers stand between them."""
+    case = Case([150, 20], 6, 2, 64, block_size=block_size)
+    together = case.run(case.whole())
+    memory = torch.full((case.k_cache.shape[0], 5, *case.k_cache.shape[1:]), math.nan)
+    memory[:, 1], memory[:, 3] = case.k_cache, case.v_cache
+    case.k_cache, case.v_cache = memory[:, 1], memory[:, 3]
+    assert all(torch.equal(a, b) for a, b in zip(case.run(case.whole()), together, strict=True))
+
+
 def test_nan_stays_in_its_sequence_and_behind_its_cause():
     case = Case([40, 40], 6, 2, 64)
     clean = case.run(case.whole())
@@ -312,6 +323,8 @@ SCALED = EIGHT_BITS | {"k_scale": torch.zeros(2, 2, 16), "v_scale": torch.zeros(
         ({**SCALED, "k_offset": torch.zeros(1, 2, 8), "soft_cap": 3.0}, "k_offset goes with neither"),
         ({**SCALED, "k_offset": torch.zeros(1, 2, 8), "sinks": torch.zeros(4)}, "k_offset goes with neither"),
         ({"v_cache": torch.zeros(2, 2, 16, 8).bfloat16()}, "one shape and dtype"),
+        ({"v_cache": torch.zeros(2, 3, 2, 16, 8)[:, 0]}, "equally far apart"),
+        ({name: torch.zeros(2, 2, 8, 16).mT for name in ("k_cache", "v_cache")}, "must be contiguous"),
         ({"q": torch.zeros(1, 3, 8)}, r"queries \(1, 3, 8\)"),
         ({"seq_lens": torch.zeros(2).int()}, "2 lengths"),
     ],
