@@ -1,7 +1,6 @@
 """`batchinfer bench`: measures a job without writing its answers."""
 
-import json
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -9,6 +8,7 @@ from batchinfer.cli.bench_compare import compare
 from batchinfer.cli.bench_kernels import kernels
 from batchinfer.cli.bench_model import model
 from batchinfer.cli.options import JobCommand, TitledCommand, effective_options, options_of_run
+from batchinfer.cli.results import ResultFile, json_option, say
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
 
@@ -26,9 +26,7 @@ bench.add_command(model)
 
 
 @bench.command(cls=JobCommand, short_help="Tokens per second, latencies and memory.")
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
+@json_option
 @click.option(
     "--agreement",
     is_flag=True,
@@ -38,7 +36,7 @@ bench.add_command(model)
 @click.option("--agreement-with", metavar="PATH|ID", help="The same, but with this model.")
 @click.pass_context
 def throughput(
-    ctx: click.Context, json_file: TextIO | None, agreement: bool, agreement_with: str | None, **_: object
+    ctx: click.Context, json_file: ResultFile | None, agreement: bool, agreement_with: str | None, **_: object
 ) -> None:
     """Run the whole job in memory and show tokens per second, latencies and memory."""
     options = effective_options(ctx)
@@ -47,7 +45,7 @@ def throughput(
 
     figures = bench_throughput(options, agreement, agreement_with)
     if json_file is not None:
-        json_file.write(json.dumps(figures, indent=2) + "\n")
+        json_file.write_json(figures)
     click.echo(summary_table(figures))
 
 
@@ -59,10 +57,8 @@ def throughput(
 @click.option("--num-seqs", default=256, metavar="N", help="Sequences that decode.  [default: 256]")
 @click.option("--context", default=128, metavar="N", help="Tokens of each sequence and prompt.  [default: 128]")
 @click.option("--prefill-tokens", default=2048, metavar="N", help="Tokens of a prefill step.  [default: 2048]")
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
-def step(num_seqs: int, context: int, prefill_tokens: int, json_file: TextIO | None, **values: Any) -> None:
+@json_option
+def step(num_seqs: int, context: int, prefill_tokens: int, json_file: ResultFile | None, **values: Any) -> None:
     """Time a prefill step and a decode step on the CPU, operation by operation, on tokens drawn at random."""
     from batchinfer.executors.step_profile import StepShape, profile_steps, step_table  # here, as it brings torch
 
@@ -72,7 +68,7 @@ def step(num_seqs: int, context: int, prefill_tokens: int, json_file: TextIO | N
         config = JobConfig.from_options({**given, "device": "cpu"})  # a GPU's operations run on after the call's end
     except ValueError as error:
         raise UsageError(str(error)) from error
-    figures = profile_steps(config, shape, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    figures = profile_steps(config, shape, say)
     if json_file is not None:
-        json_file.write(json.dumps(figures, indent=2) + "\n")
+        json_file.write_json(figures)
     click.echo(step_table(figures))

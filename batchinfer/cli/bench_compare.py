@@ -1,13 +1,13 @@
 """`batchinfer bench compare`: the same job in several variants, side by side."""
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
 from batchinfer.cli.options import JobCommand, effective_options
+from batchinfer.cli.results import RESULT_FILE, ResultFile, json_option, say
 from batchinfer.comparison.compare import compare as compared
 from batchinfer.comparison.table import comparison_table
 from batchinfer.comparison.variants import cross_product, parse_variations
@@ -39,13 +39,11 @@ Figures = dict[str, Any]
 @click.option("--quantized-model", metavar="PATH|ID", help="With --confirm: compare these weights with --model's, too.")
 @click.option(
     "--markdown",
-    type=click.File("w", encoding="utf-8", lazy=False),
+    type=RESULT_FILE,
     metavar="FILE",
     help="With --confirm: write the table here, too.",
 )
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
+@json_option
 @click.pass_context
 def compare(
     ctx: click.Context,
@@ -53,8 +51,8 @@ def compare(
     repeat: int,
     confirm: bool,
     quantized_model: str | None,
-    markdown: TextIO | None,
-    json_file: TextIO | None,
+    markdown: ResultFile | None,
+    json_file: ResultFile | None,
     **_: object,
 ) -> None:
     """Run one job in several variants and show their speed, latencies and memory side by side.
@@ -71,7 +69,7 @@ def compare(
         figures = _compare(ctx, vary, repeat)
         text = comparison_table(figures)
     if json_file is not None:
-        json_file.write(json.dumps(figures, indent=2) + "\n")
+        json_file.write_json(figures)
     if markdown is not None:
         markdown.write(text + "\n")
     click.echo(text)
@@ -85,7 +83,7 @@ def _compare(ctx: click.Context, vary: tuple[str, ...], rounds: int) -> Figures:
         if options[variation.option].source == "flag":
             flag = "--" + variation.option.replace("_", "-")
             raise click.UsageError(f"{flag} is given and varies, too; leave out one of the two", ctx)
-    return compared(options, cross_product(variations), rounds, _say)
+    return compared(options, cross_product(variations), rounds, say)
 
 
 def _confirm(ctx: click.Context, quantized_model: str | None, rounds: int) -> tuple[Figures, str]:
@@ -94,9 +92,5 @@ def _confirm(ctx: click.Context, quantized_model: str | None, rounds: int) -> tu
 
     with tempfile.TemporaryDirectory(prefix="batchinfer-") as folder:
         options = effective_options(ctx, {"input": (folder,)})
-        figures = confirmed(options, quantized_model, rounds, Path(folder), _say)
+        figures = confirmed(options, quantized_model, rounds, Path(folder), say)
     return figures, confirm_table(figures)
-
-
-def _say(line: str) -> None:
-    click.echo(f"batchinfer: {line}", err=True)

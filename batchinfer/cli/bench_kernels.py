@@ -1,12 +1,10 @@
 """`batchinfer bench kernels`: checks the GPU kernels, compiled only or on a device, and there a whole model too."""
 
-import json
-from typing import TextIO
-
 import click
 
 from batchinfer.cli.bench_model import model_sizes
 from batchinfer.cli.options import DURATION
+from batchinfer.cli.results import ResultFile, json_option, say
 from batchinfer.errors import BatchInferError, UsageError
 
 
@@ -32,9 +30,7 @@ from batchinfer.errors import BatchInferError, UsageError
 )
 @click.option("--budget", type=DURATION, default="8m", show_default=True, help="All of it ends within this time.")
 @model_sizes
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
+@json_option
 def kernels(
     compile_only: bool,
     target: str,
@@ -45,7 +41,7 @@ def kernels(
     shape: str,
     workloads: tuple[str, ...],
     num_seqs: int,
-    json_file: TextIO | None,
+    json_file: ResultFile | None,
 ) -> None:
     """Check the GPU kernels at the sizes of known models.
 
@@ -78,12 +74,12 @@ def kernels(
         device=device,
         budget_s=budget,
     )
-    check = GpuCheck(request, click.echo, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    check = GpuCheck(request, click.echo, say)
     try:
         check.run()
     finally:
         if json_file is not None:
-            json_file.write(json.dumps(check.to_json(), indent=2) + "\n")
+            json_file.write_json(check.to_json())
         for line in check.summary():
             click.echo(line)
     if check.found.num_wrong or check.found.failures:

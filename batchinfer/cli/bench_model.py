@@ -1,12 +1,11 @@
 """`batchinfer bench model`: the speed of a model's shape, with weights drawn at random."""
 
-import json
 from collections.abc import Callable
-from typing import TextIO
 
 import click
 
 from batchinfer.cli.options import TitledCommand, options_of_run
+from batchinfer.cli.results import ResultFile, json_option, say
 from batchinfer.errors import UsageError
 
 SHAPES = ("llama-3.1-8b", "tiny")
@@ -43,15 +42,13 @@ def model_sizes(command: Callable[..., None]) -> Callable[..., None]:
 )
 @model_sizes
 @click.option("--seconds", default=20.0, show_default=True, help="How long each workload is measured.")
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
+@json_option
 def model(
     shape: str,
     workloads: tuple[str, ...],
     num_seqs: int,
     seconds: float,
-    json_file: TextIO | None,
+    json_file: ResultFile | None,
     **values: object,
 ) -> None:
     """Measure output tokens per second of a model whose weights (AWQ, 4 bits in groups of 128) are drawn at random,
@@ -69,10 +66,8 @@ def model(
         raise UsageError(str(error)) from error
     loads = [Workload.parse(text) for text in workloads]
     found = []
-    for figures in measure_model(
-        shape, loads, config, seconds, lambda line: click.echo(f"batchinfer: {line}", err=True)
-    ):
+    for figures in measure_model(shape, loads, config, seconds, say):
         click.echo(figures_line(figures))
         found.append(figures)
     if json_file is not None:
-        json_file.write(json.dumps(found, indent=2) + "\n")
+        json_file.write_json(found)

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from batchinfer.cli.results import say
+
 
 @click.command(short_help="Compile the CPU kernels ahead of the first run.")
 @click.option(
@@ -17,4 +19,4 @@ def build(output: Path | None) -> None:
     """Compile the CPU kernels for this machine, which the first run does otherwise. Prints their directory."""
     from batchinfer.executors.local import build_kernels  # here, as it brings torch
 
-    click.echo(build_kernels(lambda line: click.echo(f"batchinfer: {line}", err=True), output))
+    click.echo(build_kernels(say, output))

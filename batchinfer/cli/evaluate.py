@@ -1,11 +1,11 @@
 """`batchinfer evaluate`: what a model or a precision is worth on a text."""
 
-import json
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
 from batchinfer.cli.options import TitledCommand, options_of_run
+from batchinfer.cli.results import ResultFile, json_option, say
 
 _PRECISION = ("dtype", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 _MODEL = ("model", *_PRECISION, "device", "threads", "max_num_batched_tokens", "allow_config_fields")
@@ -36,10 +36,8 @@ _OPTIONS += options_of_run(_PRECISION, "Against: the precision of what it is hel
 @click.option(
     "--greedy-tokens", type=click.IntRange(min=1), default=128, metavar="N", help="…with N tokens.  [default: 128]"
 )
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
-def evaluate(json_file: TextIO | None, **values: Any) -> None:
+@json_option
+def evaluate(json_file: ResultFile | None, **values: Any) -> None:
     """Score texts by a model, and with --against show how far it lies from another model or precision.
 
     Each text alone, without BOS, in consecutive windows that start afresh. The divergence is KL(AGAINST || MODEL).
@@ -48,7 +46,7 @@ def evaluate(json_file: TextIO | None, **values: Any) -> None:
     from batchinfer.evaluation.evaluate import make_evaluation
     from batchinfer.evaluation.table import evaluation_table
 
-    figures = evaluated(make_evaluation(values), lambda line: click.echo(f"batchinfer: {line}", err=True))
+    figures = evaluated(make_evaluation(values), say)
     if json_file is not None:
-        json_file.write(json.dumps(figures, indent=2) + "\n")
+        json_file.write_json(figures)
     click.echo(evaluation_table(figures))

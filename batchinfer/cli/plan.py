@@ -1,17 +1,13 @@
 """`batchinfer plan`: what a job will take, before it runs."""
 
-import json
-from typing import TextIO
-
 import click
 
 from batchinfer.cli.options import JobCommand, effective_options
+from batchinfer.cli.results import ResultFile, json_option, say
 
 
 @click.command(cls=JobCommand, short_help="What a job will take, without loading weights.")
-@click.option(
-    "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE", help="Write the figures here as JSON."
-)
+@json_option
 @click.option(
     "--calibrate",
     is_flag=True,
@@ -26,7 +22,7 @@ from batchinfer.cli.options import JobCommand, effective_options
 @click.pass_context
 def plan(
     ctx: click.Context,
-    json_file: TextIO | None,
+    json_file: ResultFile | None,
     calibrate: bool,
     expected_output_tokens: int | None,
     **_: object,
@@ -40,7 +36,7 @@ def plan(
     from batchinfer.planning.table import plan_table
 
     request = PlanRequest(calibrate=calibrate, expected_output_tokens=expected_output_tokens)
-    figures = plan_job(options, request, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    figures = plan_job(options, request, say)
     if json_file is not None:
-        json_file.write(json.dumps(figures, indent=2) + "\n")
+        json_file.write_json(figures)
     click.echo(plan_table(figures))

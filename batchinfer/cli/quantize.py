@@ -2,6 +2,7 @@
 
 import click
 
+from batchinfer.cli.results import say
 from batchinfer.conversion.options import FORMATS, METHODS, stated_options
 
 _METHOD_HELP = (
@@ -64,4 +65,4 @@ def quantize(model: str | None, output: str, file_format: str | None, **options:
     checked = stated_options(format=file_format, **options)
     from batchinfer.conversion.quantize_job import quantize_model  # here, as it brings torch
 
-    quantize_model(model, output, checked, lambda line: click.echo(f"batchinfer: {line}", err=True))
+    quantize_model(model, output, checked, say)
