@@ -1,7 +1,6 @@
 """Who holds which KV block, and which blocks can be shared because their contents are known. Moves integers only; the
 scheduler is its one caller, paged_kv owns the bytes."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
@@ -9,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.cache.block_run import BlockKey, BlockRun, Link
+from batchinfer.cache.unused_blocks import UnusedBlocks
 
 TOKEN_BYTES = 4
 _NOTHING = 0  # no content's number
@@ -64,7 +64,7 @@ class BlockPool:
         self._index: dict[int, BlockRun] = {}  # by the hash of the key
         self._next_fresh = 0
         self._recycled: list[int] = []  # empty, used before
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached = UnusedBlocks()
 
     @property
     def num_free_blocks(self) -> int:
@@ -86,10 +86,15 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
-    def shared_among(self, block_ids: Ids[int]) -> list[int]:
-        """Those of the blocks that have several references."""
+    def num_shared(self, block_ids: Ids[int]) -> int:
+        """Of the blocks, those that have several references."""
         ref_counts = self._ref_counts
-        return [block for block in block_ids if ref_counts[block] > 1]
+        return len(block_ids) - [ref_counts[block] for block in block_ids].count(1)
+
+    def held_by_two(self, block_ids: Ids[int]) -> list[int]:
+        """Those of the blocks that have two references."""
+        ref_counts = self._ref_counts
+        return [block for block in block_ids if ref_counts[block] == 2]
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks of undefined content, one reference each. Raises OutOfBlocks, taking none."""
@@ -102,12 +107,12 @@ class BlockPool:
         blocks += range(first, self._next_fresh)
         if len(blocks) < num_blocks:
             blocks += self._evict(num_blocks - len(blocks))
-        numbers, ref_counts = self._numbers, self._ref_counts
+        ref_counts = self._ref_counts
         for block in blocks:
-            numbers[block] = _NOTHING
             ref_counts[block] = 1
         for block in blocks if self._doubles else ():
-            self._doubles.pop(block, None)
+            if self._doubles.pop(block, None) is not None:
+                self._numbers[block] = _NOTHING
         return blocks
 
     def _evict(self, num_blocks: int) -> list[int]:
@@ -117,25 +122,29 @@ class BlockPool:
             if self._recycled:  # what hung on one that was forgotten
                 blocks.append(self._recycled.pop())
                 continue
-            block = self._cached.popitem(last=False)[0]
-            self._forget(block)
-            blocks.append(block)
+            piece = self._cached.oldest()
+            run, stop = piece.run, piece.stop
+            is_last = stop == len(run.blocks)  # seldom not: a run's last blocks are the least recently used ones
+            start = max(piece.start, stop - num_blocks + len(blocks)) if is_last else stop - 1
+            blocks += reversed(run.blocks[start:stop])
+            self._cached.shorten(piece, start)
+            self._forget(run, start)
         return blocks
 
-    def _forget(self, block: int) -> None:
-        """Makes a findable block unfindable, and what hangs on it."""
-        run = self._runs[block]
-        assert run is not None
-        self._runs[block] = None
-        lost = run.blocks.pop()
-        while lost != block:  # seldom: a run's last blocks are the least recently used ones
-            self._runs[lost], self._numbers[lost] = None, _NOTHING
-            if lost in self._cached:
-                del self._cached[lost]
-                self._recycled.append(lost)
-            lost = run.blocks.pop()
-        if not run.blocks:
+    def _forget(self, run: BlockRun, start: int) -> None:
+        """Makes a run's blocks from place `start` on unfindable; those among them that were cached are empty then."""
+        lost = run.blocks[start:]
+        del run.blocks[start:]
+        if not start:
             del self._index[run.hashed]
+        runs, numbers = self._runs, self._numbers
+        for block in lost:
+            runs[block] = None
+            numbers[block] = _NOTHING
+        for piece in sorted(run.unused, key=lambda piece: -piece.start) if run.unused else ():
+            if piece.stop > start:
+                self._recycled += reversed(lost[max(piece.start - start, 0) : piece.stop - start])
+                self._cached.shorten(piece, start)
 
     def free(self, block_ids: Ids[int]) -> None:
         """Gives back one reference to each block; findable ones stay so until they are reallocated.
@@ -143,17 +152,46 @@ class BlockPool:
         The last blocks become the least recently used ones, because a prefix is of no use without its beginning.
         Raises ValueError for a block that is not referenced.
         """
-        ref_counts, runs, cached = self._ref_counts, self._runs, self._cached
-        for block in reversed(block_ids):
-            count = ref_counts[block] - 1
-            if count < 0:
-                raise ValueError(f"KV block {block} freed more often than it was taken")
-            ref_counts[block] = count
-            if count == 0:
-                if runs[block] is None:
+        stop = len(block_ids)
+        while stop:
+            block = block_ids[stop - 1]
+            run = self._runs[block]
+            if run is None:
+                stop -= 1
+                if not self._release(block):
                     self._recycled.append(block)
-                else:
-                    cached[block] = None
+                continue
+            last = self._numbers[block] - run.number + 1
+            count = min(last, stop)
+            if count > 1 and block_ids[stop - count : stop] != run.blocks[last - count : last]:
+                count = 1
+            self._free_of_run(run, last - count, last)
+            stop -= count
+
+    def _free_of_run(self, run: BlockRun, start: int, stop: int) -> None:
+        """Gives back one reference to each of the run's blocks from place `start` to `stop`."""
+        blocks, ref_counts = run.blocks[start:stop], self._ref_counts
+        left = [ref_counts[block] - 1 for block in blocks]
+        if min(left) < 0:
+            raise ValueError(f"KV block {blocks[left.index(min(left))]} freed more often than it was taken")
+        for block, count in zip(blocks, left, strict=True):
+            ref_counts[block] = count
+        if not any(left):
+            return self._cached.add(run, start, stop)
+        while 0 in left:
+            while left[-1]:
+                left.pop()
+            stop = start + len(left)
+            while left and not left[-1]:
+                left.pop()
+            self._cached.add(run, start + len(left), stop)
+
+    def _release(self, block: int) -> int:
+        """Gives back one reference; returns how many are left."""
+        self._ref_counts[block] = count = self._ref_counts[block] - 1
+        if count < 0:
+            raise ValueError(f"KV block {block} freed more often than it was taken")
+        return count
 
     def match_prefix(self, token_ids: npt.NDArray[np.int32], domain: str = "") -> list[int]:
         """The blocks that hold the longest known beginning of `token_ids`, whole blocks only. Takes a reference to
@@ -165,11 +203,11 @@ class BlockPool:
         while (run := self._find(link, data, len(found))) is not None:
             count = run.num_common(0, data, len(found))
             found += run.blocks[:count]
+            if run.unused:
+                self._cached.use(run, count)
             link = run.number + count - 1
         ref_counts = self._ref_counts
         for block in found:
-            if ref_counts[block] == 0:
-                del self._cached[block]
             ref_counts[block] += 1
         return found
 
@@ -236,13 +274,10 @@ class BlockPool:
     def drop(self, block_ids: Ids[int]) -> None:
         """Forgets what the blocks hold, and with them all that hangs on them; references stay as they are."""
         for block in block_ids:
+            run = self._runs[block]
+            if run is not None:
+                self._forget(run, self._numbers[block] - run.number)
             self._numbers[block] = _NOTHING
-            if self._runs[block] is None:
-                continue
-            self._forget(block)
-            if block in self._cached:
-                del self._cached[block]
-                self._recycled.append(block)
 
     def _find(self, link: Link, data: bytes, start: int) -> BlockRun | None:
         """The run that holds, after `link`, the content of block `start` of data."""
@@ -256,8 +291,7 @@ class BlockPool:
         return data[place * self._block_bytes : (place + 1) * self._block_bytes]
 
     def _bytes_of_full_blocks(self, token_ids: npt.NDArray[np.int32]) -> bytes:
-        count = len(token_ids) // self.block_size * self.block_size
-        return np.ascontiguousarray(token_ids[:count], np.int32).tobytes()
+        return token_ids[: len(token_ids) // self.block_size * self.block_size].tobytes()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each block is in exactly one state (empty + cached + used == num_blocks) and the

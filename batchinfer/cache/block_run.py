@@ -1,6 +1,6 @@
 """A stretch of findable KV blocks whose contents follow each other. Made and changed by block_pool.py only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Where a block's content hangs: on the content before it, by its number, or at a sequence's start, by the domain.
 Link = int | str
@@ -19,6 +19,7 @@ class BlockRun:
     blocks: list[int]
     data: bytes  # token ids of the blocks, and perhaps of some that it has lost
     block_bytes: int  # of data, a block
+    unused: "list[UnusedPiece]" = field(default_factory=list)
 
     def num_common(self, place: int, data: bytes, start: int) -> int:
         """How many of the blocks from `place` on hold what `data` has from block `start` on."""
@@ -33,3 +34,13 @@ class BlockRun:
             is_equal = known[at + begin : at + end] == data[offset + begin : offset + end]
             low, high = (middle, high) if is_equal else (low, middle)
         return low
+
+
+@dataclass(slots=True, eq=False)
+class UnusedPiece:
+    """Blocks of a run that nobody holds, from place `start` to `stop`: they were given back together, the last of them
+    first."""
+
+    run: BlockRun
+    start: int
+    stop: int

@@ -50,9 +50,9 @@ class HostPages:
         self._lock = threading.Lock()
         self._is_counted = self._is_stopped = False
 
-    def memory(self, form: BlockForm, num_blocks: int) -> mmap.mmap | None:
-        """With room for num_blocks blocks or more; None where these pages were reserved for fewer, or for others."""
-        return self._memory if form == self._form and num_blocks <= self.most_blocks else None
+    def memory(self, spec: KVCacheSpec, num_blocks: int) -> mmap.mmap | None:
+        """With room for num_blocks of its blocks or more; None where these pages were reserved for fewer, or others."""
+        return self._memory if BlockForm.of(spec) == self._form and num_blocks <= self.most_blocks else None
 
     def ask_for(self, num_blocks: Callable[[], int]) -> None:
         """Has a thread fill the first num_blocks() blocks with zeros, which it calls too. Whatever fails there only

@@ -40,7 +40,7 @@ class PagedKVCache:
         dtypes = [TORCH_DTYPES[spec.layer_dtype(layer)] for layer in layers for _ in ("keys", "values")]
         shape = (*places, spec.head_dim)
         if torch.device(device).type == "cpu":
-            tensors = _in_host_memory(BlockForm.of(spec), shape, dtypes, pages)
+            tensors = _in_host_memory(spec, shape, dtypes, pages)
         else:
             tensors = [torch.empty(*shape, dtype=dtype, device=device) for dtype in dtypes]
         self._keys, self._values = tensors[::2], tensors[1::2]
@@ -72,11 +72,11 @@ class PagedKVCache:
 
 
 def _in_host_memory(
-    form: BlockForm, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], pages: HostPages | None
+    spec: KVCacheSpec, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], pages: HostPages | None
 ) -> list[Tensor]:
     """Keys and values of each layer in turn, in blocks side by side. pages: as PagedKVCache's."""
     num_blocks, _, block_size, head_dim = shape
-    reserved = pages.memory(form, num_blocks) if pages else None
+    form, reserved = BlockForm.of(spec), pages.memory(spec, num_blocks) if pages else None
     memory, tensors = reserved or huge_pages(form.num_bytes * num_blocks), []
     for dtype, offset in zip(dtypes, form.offsets, strict=True):
         block_stride = form.num_bytes // dtype.itemsize

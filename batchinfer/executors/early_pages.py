@@ -1,6 +1,7 @@
 """Asks for the memory of a CPU's KV cache while the weights are being loaded. Called by the pipeline."""
 
 import sys
+from functools import partial
 
 from batchinfer.cache.host_pages import HostPages
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
@@ -42,7 +43,9 @@ def early_pages(
     except (BatchInferError, UsageError, ValueError, OSError):
         return None
     at_once = min(num_left, config.scheduler.max_num_seqs)
-    pages.ask_for(lambda: min(surely_there, int(at_once * fewest_tokens(job, defaults)) // spec.block_size))
+    shares = config.cache.enable_prefix_caching and not config.scheduler.reserves
+    tokens = partial(fewest_tokens, job, defaults, spec.block_size if shares else None)
+    pages.ask_for(lambda: min(surely_there, int(at_once * tokens()) // spec.block_size))
     return pages
 
 

@@ -16,7 +16,6 @@ from batchinfer.cache.spec import KVCacheSpec
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells what is resident")
 SPEC = KVCacheSpec(num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, dtype="bf16", per_token_scales=False)
-FORM = BlockForm.of(SPEC)
 KEYS = 16 * 4 * 64 * 2  # bytes of a block's keys in a layer
 
 
@@ -38,7 +37,7 @@ def test_only_what_is_asked_for_takes_memory():
     ended(pages)
     taken = resident_bytes() - before
     assert 1000 * 4 * KEYS <= taken < 1000 * 4 * KEYS + (4 << 20) + (8 << 20)  # a huge page at each end
-    memory = pages.memory(FORM, 1 << 15)
+    memory = pages.memory(SPEC, 1 << 15)
     assert memory is not None
     assert not any(memory[0 : 1000 * 4 * KEYS : 4096])
 
@@ -47,7 +46,7 @@ def test_no_more_than_there_is_room_for():
     pages = HostPages(SPEC, most_blocks=10)
     pages.ask_for(lambda: 1 << 40)
     ended(pages)
-    memory = pages.memory(FORM, 10)
+    memory = pages.memory(SPEC, 10)
     assert memory is not None
     assert len(memory) == 10 * 4 * KEYS
 
@@ -101,7 +100,7 @@ def test_a_fault_in_counting_leaves_the_pages_to_their_first_writes():
 
 def test_a_cache_lies_in_reserved_pages_where_it_fits():
     pages = HostPages(SPEC, most_blocks=7)
-    memory = pages.memory(FORM, 5)
+    memory = pages.memory(SPEC, 5)
     assert memory is not None
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     cache = PagedKVCache(SPEC, 5, pages=pages)
@@ -124,7 +123,7 @@ def test_a_cache_lies_in_reserved_pages_where_it_fits():
 )
 def test_another_cache_gets_memory_of_its_own(spec, num_blocks):
     pages = HostPages(SPEC, most_blocks=7)
-    assert pages.memory(BlockForm.of(spec), num_blocks) is None
+    assert pages.memory(spec, num_blocks) is None
     cache = PagedKVCache(spec, num_blocks, pages=pages)
     assert cache.nbytes == num_blocks * spec.bytes_per_block()
     cache.key(0).fill_(1)
@@ -133,7 +132,7 @@ def test_another_cache_gets_memory_of_its_own(spec, num_blocks):
 def test_scales_are_no_part_of_the_pages():
     plain = KVCacheSpec(2, 4, 64, 16, "fp8", per_token_scales=False)
     scaled = KVCacheSpec(2, 4, 64, 16, "fp8", per_token_scales=True)
-    assert HostPages(scaled, 3).memory(BlockForm.of(plain), 3) is not None
+    assert HostPages(scaled, 3).memory(plain, 3) is not None
 
 
 def test_each_layer_s_part_of_a_block_begins_at_a_cache_line_and_overlaps_no_other():

@@ -54,7 +54,7 @@ def test_chats_count_their_texts(tmp_path):
 
 def test_a_template_counts_its_columns(tmp_path):
     rows = job(tmp_path, {"a": ["x" * 50], "b": ["x" * 30], "c": ["x" * 999]}, template="{{ a }} {{ b }}")
-    assert fewest_tokens(rows, UNTIL_THE_END) == 12 + 7 + 128
+    assert fewest_tokens(rows, UNTIL_THE_END) == (50 + 30) // 4 + 128
 
 
 def test_rows_that_cannot_be_answered_do_not_count(tmp_path):
@@ -65,3 +65,25 @@ def test_rows_that_cannot_be_answered_do_not_count(tmp_path):
 def test_only_the_first_rows_are_read(tmp_path):
     rows = job(tmp_path, {"prompt": ["x" * 100] * 64 + ["x" * 9999]})
     assert fewest_tokens(rows, UNTIL_THE_END) == 25 + 128
+
+
+def test_beginnings_that_rows_have_in_common_do_not_count(tmp_path):
+    """Two rows of each of two beginnings, of 41 and 21 characters with what follows them alike; and one alone."""
+    prompts = ["a" * 40 + "x1" + "y" * 38, "a" * 40 + "x2" + "y" * 38, "b" * 20 + "x3", "b" * 20 + "x4", "c" * 80]
+    rows = job(tmp_path, {"prompt": prompts})
+    whole = (20 + 20 + 5 + 5 + 20) / 5 + 128
+    assert fewest_tokens(rows, UNTIL_THE_END) == whole
+    assert fewest_tokens(rows, UNTIL_THE_END, block_size=1) == whole - (8 + 8 + 4 + 4) / 5
+    assert fewest_tokens(rows, UNTIL_THE_END, block_size=5) == whole - (5 + 5) / 5
+
+
+def test_token_ids_in_common_do_not_count(tmp_path):
+    rows = job(tmp_path, {"prompt_token_ids": [[1, 2, 3, 4, 5], [9], [1, 2, 3, 7]]})
+    assert fewest_tokens(rows, UNTIL_THE_END, block_size=2) == (5 - 2 + 1 + 4 - 2) / 3 + 128
+
+
+def test_chats_in_common_do_not_count(tmp_path):
+    chats = [[{"role": "system", "content": "x" * 200}, {"role": "user", "content": name * 40}] for name in "ab"]
+    rows = job(tmp_path, {"messages": chats})
+    texts = len("system" + "x" * 200 + "user")
+    assert fewest_tokens(rows, UNTIL_THE_END, block_size=16) == (texts + 40) // 4 - texts // 5 // 16 * 16 + 128

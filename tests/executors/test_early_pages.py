@@ -29,7 +29,7 @@ def files(tmp_path_factory) -> ModelFiles:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> JobInput:
     path = tmp_path_factory.mktemp("rows") / "rows.parquet"
-    pq.write_table(pa.table({"prompt": ["x" * 100] * 40}), path)
+    pq.write_table(pa.table({"prompt": [f"{i:02d}" + "x" * 98 for i in range(40)]}), path)
     config = JobConfig.from_options({"input": (str(path),)})
     return JobInput.read(config.input, 0, lambda line: None)
 
@@ -48,6 +48,20 @@ def test_rows_at_once_hold_at_least_their_prompts_and_answers(monkeypatch, files
     most = (1 << 20) // (4 * 2 * 2 * 2 * 8 * 4)  # tokens, keys and values, layers, heads, head size, float32
     assert asked(monkeypatch, files, job, 40, max_num_seqs=10) == (10 * (25 + 12) // 4, min(most, 10 * 64 // 4))
     assert asked(monkeypatch, files, job, 3, max_num_seqs=10) == (3 * (25 + 12) // 4, min(most, 10 * 64 // 4))
+
+
+def test_what_rows_begin_with_is_held_once_unless_nothing_is_shared(monkeypatch, tmp_path, files):
+    pq.write_table(pa.table({"prompt": ["x" * 98 + f"{i:02d}" for i in range(40)]}), tmp_path / "rows.parquet")
+    config = JobConfig.from_options({"input": (str(tmp_path / "rows.parquet"),)})
+    job = JobInput.read(config.input, 0, lambda line: None)
+    shared = 99 // 5 // 4 * 4  # characters that two rows have in common, in tokens, in blocks
+    most = (1 << 20) // (4 * 2 * 2 * 2 * 8 * 4)
+    reserved = min(most, 10 * 64 // 4)
+    assert asked(monkeypatch, files, job, 40, max_num_seqs=10) == (10 * (25 + 12 - shared) // 4, reserved)
+    for option in ({"enable_prefix_caching": False}, {"kv_allocation": "contiguous"}):
+        alone = asked(monkeypatch, files, job, 40, max_num_seqs=10, **option)
+        assert alone is not None
+        assert alone[0] == min(10 * (25 + 12) // 4, alone[1])
 
 
 def test_an_8_bit_cache_has_room_for_more_blocks(monkeypatch, files, job):
