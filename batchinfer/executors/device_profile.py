@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchinfer.config import JobConfig, SchedulerConfig
-from batchinfer.engine.engine import Engine
 from batchinfer.executors.local import build_engine, choose_device, load_model, prepare_kernels, usable_processors
 from batchinfer.executors.step_fit import TimedStep, fit_step_times
 from batchinfer.models.resolve import ModelFiles, resolve_model
@@ -20,6 +19,8 @@ from batchinfer.roofline import DevicePeaks, StepTimes, machine_name, save_peaks
 
 if TYPE_CHECKING:
     import torch
+
+    from batchinfer.engine.engine import Engine
 
 _COPY_BYTES = 1 << 28
 _MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -141,7 +142,7 @@ def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
 class _Steps:
     """Steps of several shapes on one engine, with tokens drawn at random."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._rng = np.random.default_rng(0)
         self._row = 0

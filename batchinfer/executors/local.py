@@ -15,7 +15,6 @@ from batchinfer.config import JobConfig
 from batchinfer.data.built_in_text import built_in_text
 from batchinfer.data.byte_tokenizer import ByteTokenizer
 from batchinfer.data.tokenizer import Tokenizer
-from batchinfer.engine.engine import Engine
 from batchinfer.errors import BatchInferError, UsageError
 from batchinfer.executors.host_memory import keep_freed_memory
 from batchinfer.models.resolve import ModelFiles, has_tokenizer
@@ -25,6 +24,7 @@ from batchinfer.roofline import machine_name
 if TYPE_CHECKING:
     from batchinfer.cache.host_pages import HostPages
     from batchinfer.cache.paged_kv import PagedKVCache
+    from batchinfer.engine.engine import Engine
     from batchinfer.models.decoder import Decoder
 
 _LEAST_CAPABILITY = (8, 0)
@@ -47,7 +47,7 @@ class LoadedModel:
 class LocalEngine:
     """A loaded engine and what its caller needs beside it."""
 
-    engine: Engine
+    engine: "Engine"
     tokenizer: Tokenizer
     device: str  # "cpu" or "cuda"
     kv_cache_bytes: int
@@ -163,9 +163,10 @@ def _engine(
     max_model_len: int,
     overlaps: bool,
     report: Callable[[str], None],
-) -> Engine:
+) -> "Engine":
     """On a GPU with its kernels compiled and its graphs captured."""
     from batchinfer.cache.block_pool import BlockPool
+    from batchinfer.engine.engine import Engine
 
     decoder, spec, scheduler = model.decoder, cache.spec, config.scheduler
     arguments: dict[str, Any] = {

@@ -1,17 +1,16 @@
 """What steps hold of a GPU's memory beside weights, cache, activations and logits, in closed form. Called by
-cache_size.py for a run and for a plan."""
+cache_size.py for a run and for a plan, which needs no torch for anything else."""
 
 from batchinfer.cache.spec import ELEMENT_BYTES, KVCacheSpec
 from batchinfer.config import JobConfig
-from batchinfer.engine.cuda_graphs import graph_sizes, graph_widths
-from batchinfer.kernels.common.key_offset import SEGMENT
-from batchinfer.kernels.paged_attention.segments import bias_bytes, part_bytes
 from batchinfer.models.spec import DecoderSpec
 
 
 def attention_bytes(config: JobConfig, model: DecoderSpec, cache: KVCacheSpec, model_len: int) -> int:
     """Of a step launched kernel by kernel: segments of decode attention before they are joined, and the products of all
     queries with the key offsets; and the tables of these in all layers. model_len: the longest sequence."""
+    from batchinfer.kernels.paged_attention.segments import bias_bytes, part_bytes  # here, as they bring torch
+
     scheduler, has_offsets = config.scheduler, _has_offsets(model, cache)
     size = part_bytes(scheduler.max_num_seqs, model.num_q_heads, model.head_dim, model_len)
     if has_offsets:
@@ -32,6 +31,9 @@ def graph_bytes(
     side by side, and what each returns. row_bytes: of activations, for each row. scratch_bytes: as of size_cache."""
     if config.model.enforce_eager:
         return 0
+    from batchinfer.engine.cuda_graphs import graph_sizes, graph_widths  # here, as they bring torch
+    from batchinfer.kernels.paged_attention.segments import bias_bytes, part_bytes
+
     rows = config.scheduler.max_num_seqs
     work = rows * row_bytes + scratch_bytes + part_bytes(rows, model.num_q_heads, model.head_dim, model_len)
     work += bias_bytes(rows, model.num_q_heads, model_len) if _has_offsets(model, cache) else 0
@@ -55,4 +57,6 @@ def _has_offsets(model: DecoderSpec, cache: KVCacheSpec) -> bool:
 
 def _table_bytes(model: DecoderSpec, model_len: int) -> int:
     """Of a layer's two tables, in float32, in all layers."""
+    from batchinfer.kernels.common.key_offset import SEGMENT  # here, as it brings torch
+
     return 2 * 4 * model.num_layers * -(-model_len // SEGMENT) * model.num_kv_heads * model.head_dim

@@ -100,9 +100,11 @@ def find_model(config: JobConfig, report: Callable[[str], None]) -> ModelFacts:
 
 def _device(options: ModelConfig) -> tuple[str, int | None]:
     """A GPU may be planned for where there is none."""
-    import torch
-
     from batchinfer.executors.local import available_memory, choose_device
+
+    if options.device == "cpu":
+        return "cpu", available_memory()
+    import torch
 
     has_cuda = torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
@@ -113,11 +115,13 @@ def _device(options: ModelConfig) -> tuple[str, int | None]:
 
 def _packs(dtype: str, device: str) -> bool:
     """Whether products of bf16 weights read a form of their own on this machine."""
+    if dtype != "bf16" or device != "cpu":
+        return False
     import torch
 
     from batchinfer.models.linear import PackedLinear
 
-    return dtype == "bf16" and device == "cpu" and PackedLinear.is_best_for(torch.empty(1, 1, dtype=torch.bfloat16))
+    return PackedLinear.is_best_for(torch.empty(1, 1, dtype=torch.bfloat16))
 
 
 def _static_kv_dtypes(tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from batchinfer.cache.spec import ELEMENT_BYTES
 from batchinfer.errors import BatchInferError
@@ -13,7 +13,9 @@ from batchinfer.models.checkpoint import weight_files
 from batchinfer.models.families.common import WeightNames
 from batchinfer.models.safetensors_header import read_head
 from batchinfer.models.spec import DecoderSpec
-from batchinfer.quantization.scheme import QuantizationScheme
+
+if TYPE_CHECKING:
+    from batchinfer.quantization.scheme import QuantizationScheme
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DUMMY_DTYPES = {"qweight": ("I32", 4), "qzeros": ("I32", 4), "scales": ("F16", 2)}  # of all else F32
@@ -58,7 +60,7 @@ def read_heads(path: Path) -> dict[str, StoredTensor]:
     return {name: tensor for file in weight_files(path) for name, tensor in _read_head(file)}
 
 
-def dummy_heads(spec: DecoderSpec, scheme: QuantizationScheme | None) -> dict[str, StoredTensor]:
+def dummy_heads(spec: DecoderSpec, scheme: "QuantizationScheme | None") -> dict[str, StoredTensor]:
     """Every tensor that --load-format dummy draws. Raises UsageError for a scheme that it does not make."""
     import torch  # here, as is what draws: nothing else of this module needs them
 

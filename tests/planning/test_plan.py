@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +330,17 @@ def test_histogram_bins_double() -> None:
     assert histogram([]) == []
     assert histogram([0, 1, 2, 3, 4, 7, 9]) == [(0, 0, 1), (1, 1, 1), (2, 3, 2), (4, 7, 2), (8, 15, 1)]
     assert histogram([5, 100]) == [(4, 7, 1), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
+
+
+def test_a_plan_loads_torch_only_for_what_it_asks_of_it(model: Path, tmp_path: Path) -> None:
+    """Not for faults of the input and of the model, nor for help."""
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abc"}])
+    calls = [
+        (["plan", "--help"], 0),
+        (["plan", "--input", str(tmp_path / "absent.jsonl")], 2),
+        (["plan", "--input", str(source), "--model", str(tmp_path)], 2),
+    ]
+    code = "import sys\nfrom batchinfer.cli.main import _run\n"
+    code += f"print([int(_run(words)) for words, _ in {calls!r}], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{[code for _, code in calls]} False"
