@@ -22,6 +22,7 @@ DEVICES = ("auto", "cpu", "cuda")
 _UNSET_SAMPLING = SamplingConfig()
 _DEFAULT_CACHE = CacheConfig()
 _DEFAULT_SCHEDULER = SchedulerConfig()
+_MOST_THREADS = 1024  # of which OpenMP ends the process when the system has no more to give
 _MAX_ERRORS = re.compile(r"\d+|\d+(\.\d+)?%")
 
 
@@ -172,7 +173,8 @@ class ModelConfig:
         require_choice("load_format", self.load_format, LOAD_FORMATS)
         require_choice("device", self.device, DEVICES)
         require(self.max_model_len is None or self.max_model_len > 1, "max_model_len", self.max_model_len, "2 or more")
-        require(self.threads is None or self.threads > 0, "threads", self.threads, "1 or more")
+        fits = self.threads is None or 0 < self.threads <= _MOST_THREADS
+        require(fits, "threads", self.threads, f"from 1 to {_MOST_THREADS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

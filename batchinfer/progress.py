@@ -117,7 +117,7 @@ class _Display:
     def show(self, share: float | None, text: str) -> None:
         """share: of the work, 0 to 1; None where it is not known."""
         if self._bar is None:
-            percent = "" if share is None else f"{share:.0%}, "
+            percent = "" if share is None else f"{share if share == 1 else min(share, 0.99):.0%}, "
             left = _time_left(share, self.elapsed())
             print(f"batchinfer: {percent}{text}, {left}", file=self._stream, flush=True)
         else:

@@ -74,6 +74,14 @@ def test_the_end_is_always_shown():
     assert stream.getvalue().startswith("batchinfer: 100%, 100/100 rows")
 
 
+def test_all_is_said_to_be_done_only_at_the_end():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(100, stream=stream, clock=clock)
+    clock.now = 30.0
+    progress.update(figures(90, tokens_computed=20_000))
+    assert stream.getvalue().startswith("batchinfer: 99%, 90/100 rows")
+
+
 def test_on_a_terminal_a_bar():
     stream, clock = Terminal(), Clock()
     progress = Progress(100, stream=stream, clock=clock)

@@ -17,8 +17,13 @@ class EarlierLengths:
     part before its last."""
 
     def __init__(self, output: str, rows: RowMap) -> None:
-        check_parts(output)
-        batches = list(iter_results(output, ("sample_index", "completion_tokens")))
+        try:
+            check_parts(output)
+            batches = list(iter_results(output, ("sample_index", "completion_tokens")))
+        except UsageError as error:
+            raise UsageError(
+                f"--lengths-from: {error} (wanted: the --output of an earlier run of these rows)"
+            ) from error
         samples = [np.asarray(batch["sample_index"]) for batch in batches]
         tokens = [np.asarray(batch["completion_tokens"].fill_null(_NO_ANSWER)) for batch in batches]
         self._rows = rows

@@ -90,6 +90,8 @@ def _limits(budget: Mapping[str, Any]) -> str:
         return "the memory of the device is not known here"
     free = f"{format_bytes(budget['free_bytes'])} were free on the {'CPU' if budget['device'] == 'cpu' else 'GPU'}"
     limit = budget["limit_bytes"]
+    if budget["total_bytes"] > budget["free_bytes"]:
+        return f"more than there is: {free}"
     return free if limit is None else f"of {format_bytes(limit)} allowed; {free}"
 
 

@@ -51,8 +51,8 @@ def open_job(target: str) -> FinishedJob:
 def _manifest(storage: Storage, layout: OutputLayout) -> JobManifest:
     if not storage.exists(layout.mark):
         raise UsageError(
-            f"{layout.target}: not a finished output of batchinfer ({layout.mark} is missing); the `batchinfer run` "
-            "that began it carries on"
+            f"{layout.target}: not a finished output of batchinfer ({layout.mark} is missing); give the --output of a "
+            "finished job, or run the same `batchinfer run` again, which carries on"
         )
     try:
         return JobManifest.from_json(storage.read(layout.manifest))

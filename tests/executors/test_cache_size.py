@@ -152,6 +152,14 @@ def test_a_cache_of_a_given_size_has_no_limit():
     assert "not known here" in memory_table(budget)[-1]
 
 
+@pytest.mark.parametrize(
+    ("free", "note"), [(GIB, "1 GiB were free on the CPU"), (1 << 20, "more than there is: 1 MiB")]
+)
+def test_more_than_is_free_is_said(free, note):
+    config = JobConfig.from_options({"kv_cache_memory": 10 * BLOCK_BYTES})
+    assert f"  {note}" in memory_table(memory_budget(config, MODEL, 1000, free, "cpu", CACHE, 10))[-1]
+
+
 LLAMA = replace(
     MODEL,
     vocab_size=128256,

@@ -185,7 +185,11 @@ def test_lengths_of_several_samples_of_an_earlier_run(model: Path, tiny_model: P
     ("options", "message"),
     [
         (["--expected-output-tokens", 3, "--lengths-from", "x"], "give one of them"),
-        (["--lengths-from", "nowhere"], "no such file or directory"),
+        (
+            ["--lengths-from", "nowhere"],
+            "--lengths-from: nowhere: there is no such file or directory (wanted: the --output",
+        ),
+        (["--threads", 0], "threads = 0: must be from 1 to 1024"),
         (["--kv-cache-memory", "1KiB"], "a block of 16 tokens takes"),
         (["--max-model-len", 5000], "the model has positions for 1024 tokens"),
         (["--prompt-column", "nothing"], "no such column"),
