@@ -86,15 +86,10 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
-    def num_shared(self, block_ids: Ids[int]) -> int:
-        """Of the blocks, those that have several references."""
+    def held_by(self, count: int, block_ids: Ids[int]) -> list[int]:
+        """Those of the blocks that have so many references."""
         ref_counts = self._ref_counts
-        return len(block_ids) - [ref_counts[block] for block in block_ids].count(1)
-
-    def held_by_two(self, block_ids: Ids[int]) -> list[int]:
-        """Those of the blocks that have two references."""
-        ref_counts = self._ref_counts
-        return [block for block in block_ids if ref_counts[block] == 2]
+        return [block for block in block_ids if ref_counts[block] == count]
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes blocks of undefined content, one reference each. Raises OutOfBlocks, taking none."""
@@ -132,7 +127,7 @@ class BlockPool:
         return blocks
 
     def _forget(self, run: BlockRun, start: int) -> None:
-        """Makes a run's blocks from place `start` on unfindable; those among them that were cached are empty then."""
+        """Makes a run's blocks from place `start` on unfindable; those that were cached are empty then."""
         lost = run.blocks[start:]
         del run.blocks[start:]
         if not start:
@@ -141,10 +136,8 @@ class BlockPool:
         for block in lost:
             runs[block] = None
             numbers[block] = _NOTHING
-        for piece in sorted(run.unused, key=lambda piece: -piece.start) if run.unused else ():
-            if piece.stop > start:
-                self._recycled += reversed(lost[max(piece.start - start, 0) : piece.stop - start])
-                self._cached.shorten(piece, start)
+        for place in self._cached.take_from(run, start) if run.unused else ():
+            self._recycled.append(lost[place - start])
 
     def free(self, block_ids: Ids[int]) -> None:
         """Gives back one reference to each block; findable ones stay so until they are reallocated.
@@ -157,14 +150,12 @@ class BlockPool:
             block = block_ids[stop - 1]
             run = self._runs[block]
             if run is None:
+                self._free_unfindable(block)
                 stop -= 1
-                if not self._release(block):
-                    self._recycled.append(block)
                 continue
             last = self._numbers[block] - run.number + 1
             count = min(last, stop)
-            if count > 1 and block_ids[stop - count : stop] != run.blocks[last - count : last]:
-                count = 1
+            count = count if block_ids[stop - count : stop] == run.blocks[last - count : last] else 1
             self._free_of_run(run, last - count, last)
             stop -= count
 
@@ -176,22 +167,13 @@ class BlockPool:
             raise ValueError(f"KV block {blocks[left.index(min(left))]} freed more often than it was taken")
         for block, count in zip(blocks, left, strict=True):
             ref_counts[block] = count
-        if not any(left):
-            return self._cached.add(run, start, stop)
-        while 0 in left:
-            while left[-1]:
-                left.pop()
-            stop = start + len(left)
-            while left and not left[-1]:
-                left.pop()
-            self._cached.add(run, start + len(left), stop)
+        self._cached.add(run, start, left)
 
-    def _release(self, block: int) -> int:
-        """Gives back one reference; returns how many are left."""
-        self._ref_counts[block] = count = self._ref_counts[block] - 1
-        if count < 0:
+    def _free_unfindable(self, block: int) -> None:
+        self._ref_counts[block] = left = self._ref_counts[block] - 1
+        if left < 0:
             raise ValueError(f"KV block {block} freed more often than it was taken")
-        return count
+        self._recycled += () if left else (block,)
 
     def match_prefix(self, token_ids: npt.NDArray[np.int32], domain: str = "") -> list[int]:
         """The blocks that hold the longest known beginning of `token_ids`, whole blocks only. Takes a reference to

@@ -34,32 +34,23 @@ class PersistentBatch:
         self._block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)  # known tokens
         self._in_flight = np.zeros(max_num_seqs, np.int32)  # tokens that follow them, expected
-        self._num_blocks = np.zeros(max_num_seqs, np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
         """Takes over which slots are released, started and given blocks."""
         released = list(output.released_slots)
         self._num_tokens[released] = 0
         self._in_flight[released] = 0
-        self._num_blocks[released] = 0
         for started in output.started:
             self._start(started)
-        for slot, block_ids in output.appended_blocks:
-            self._append_blocks(slot, block_ids)
+        slots, places, block_ids = output.appended_blocks
+        self._block_tables[slots, places] = block_ids
 
     def _start(self, started: StartedSequence) -> None:
         num_tokens = len(started.token_ids)
         self._tokens[started.slot, :num_tokens] = started.token_ids
         self._num_tokens[started.slot] = num_tokens
         self._in_flight[started.slot] = 0
-        self._num_blocks[started.slot] = 0
-        self._append_blocks(started.slot, started.block_ids)
-
-    def _append_blocks(self, slot: int, block_ids: tuple[int, ...]) -> None:
-        start = int(self._num_blocks[slot])
-        stop = start + len(block_ids)
-        self._block_tables[slot, start:stop] = block_ids
-        self._num_blocks[slot] = stop
+        self._block_tables[started.slot, : len(started.block_ids)] = started.block_ids
 
     def expect(self, slots: npt.NDArray[np.int32]) -> None:
         """A step that will sample a token in each of the slots is under way: later ones may compute these tokens."""

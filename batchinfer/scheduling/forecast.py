@@ -89,7 +89,8 @@ class Forecast:
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
         fits, end = num_new <= num_free, num_tokens_to_compute(sequence)
         if fits and not is_alone and not self._fits_anyway(end):
-            owners = self._table.owners(cached) if num_shared else []
+            shared = pool.held_by(2, cached) if num_shared else []  # nobody has alone what more than two hold
+            owners = self._table.owners(shared) if shared else []
             fits = self._fits(sequence, len(token_ids), num_shared, num_used, owners)
             end = len(token_ids) + self._candidates[sequence]
         if not fits:

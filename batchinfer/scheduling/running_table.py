@@ -1,9 +1,7 @@
 """The scheduler's bookkeeping of running sequences as NumPy arrays with one entry a slot, so that a decode step costs a
 few vector operations whatever the number of sequences. Owned by the scheduler."""
 
-from collections.abc import Iterable
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +13,22 @@ IntArray = npt.NDArray[np.int64]
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-def token_slice(sequence: Sequence, start: int, stop: int) -> npt.NDArray[np.int32]:
-    """Tokens [start, stop) of the prompt and the confirmed output."""
-    prompt = sequence.request.prompt_token_ids
-    num_prompt_tokens = len(prompt)
-    if stop <= num_prompt_tokens:
-        return prompt[start:stop]
-    output = sequence.output_token_ids[max(0, start - num_prompt_tokens) : stop - num_prompt_tokens]
-    tail = np.array(output, dtype=np.int32)
-    return tail if start >= num_prompt_tokens else np.concatenate([prompt[start:], tail])
+def known_tokens(sequence: Sequence) -> npt.NDArray[np.int32]:
+    """The prompt and the confirmed output."""
+    prompt, output = sequence.request.prompt_token_ids, sequence.output_token_ids
+    return np.concatenate([prompt, np.array(output, np.int32)]) if output else prompt
+
+
+class Start(NamedTuple):
+    """A sequence that is to have a slot; a step computes so many tokens after the cached ones."""
+
+    sequence: Sequence
+    token_ids: npt.NDArray[np.int32]  # all that are known
+    block_ids: npt.NDArray[np.int32]
+    num_cached_tokens: int
+    num_scheduled_tokens: int
+    held_alone: list[int]  # of the blocks of the cached tokens
+    held_by_two: list[int]  # the same
 
 
 def _level(place: Any) -> Any:
@@ -40,6 +45,7 @@ class RunningTable:
         self.sequences = np.full(max_num_seqs, None, np.object_)  # each a Sequence or None
         self.outputs = np.full(max_num_seqs, None, np.object_)  # the lists of their confirmed tokens
         self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.tokens = np.zeros((max_num_seqs, 0), np.int32)  # of prompts and answers, as far as they are known
         self.known = np.zeros(max_num_seqs, np.int64)  # prompt and confirmed tokens
         self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
         self.computed = np.zeros(max_num_seqs, np.int64)  # tokens whose KV is written, steps in flight included
@@ -61,6 +67,7 @@ class RunningTable:
         self.most_blocks = 0  # that running sequences will ever hold, if they share none
         self._num_placed = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_slots_used = 0  # ever, the first ones
         self._admitted: dict[int, None] = {}  # running slots in the order of admission
         self._order = np.zeros(0, np.int64)  # the same as an array, but for what has come and gone since it was made:
         self._come: dict[int, None] = {}
@@ -79,35 +86,31 @@ class RunningTable:
         """`level` of the next sequences to be placed."""
         return _level(self._num_placed + 1 + np.arange(count))
 
-    def place(
-        self,
-        sequence: Sequence,
-        num_cached_tokens: int,
-        count: int,
-        step_id: int,
-        shared_blocks: list[int],
-    ) -> int:
-        """Gives a sequence that holds its blocks a slot; a step computes `count` tokens after the cached ones.
-        shared_blocks: those of them that others hold, too."""
-        slot = self._free_slots.pop()
-        sequence.slot = slot
+    def place(self, start: Start, step_id: int) -> int:
+        """Gives a sequence that holds its blocks a slot. step_id: of the step that computes its first tokens."""
+        sequence, token_ids, block_ids, num_cached_tokens, count, _, _ = start
+        request, num_tokens = sequence.request, len(token_ids)
+        sequence.slot = slot = self._free_slots.pop()
+        self._num_slots_used = max(self._num_slots_used, slot + 1)
         self.sequences[slot] = sequence
         self.outputs[slot] = sequence.output_token_ids
         self.block_tables[slot] = sequence.block_table
-        self.known[slot] = sequence.num_confirmed_tokens
+        self.known[slot] = num_tokens
         self.in_flight[slot] = 0
         self.computed[slot] = num_cached_tokens + count
         self.limit[slot] = limit = num_tokens_to_compute(sequence)
-        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
-        self.max_tokens[slot] = sequence.request.max_tokens
-        told = sequence.request.expected_tokens
+        self._make_room_for(limit + 1)
+        self.tokens[slot, :num_tokens] = token_ids
+        self.num_prompt_tokens[slot] = len(request.prompt_token_ids)
+        self.max_tokens[slot] = request.max_tokens
+        told = request.expected_tokens
         self.expected_tokens[slot] = -1 if told is None else told
         self.length_class[slot] = sequence.length_class
         self.level[slot] = _level(self._num_placed + 1)
-        self.scores_only[slot] = sequence.request.max_tokens == 0
-        self.num_blocks[slot] = len(sequence.block_table)
-        self._own_all_but(slot, shared_blocks)
-        self.num_registered[slot] = num_cached_tokens // self.block_size
+        self.scores_only[slot] = request.max_tokens == 0
+        self.num_blocks[slot] = len(block_ids)
+        self.num_registered[slot] = num_cached = num_cached_tokens // self.block_size
+        self._own(slot, block_ids[num_cached:], start.held_alone, start.held_by_two)
         self.last_step[slot] = step_id
         self.num_computed += count
         self.num_recomputed += max(0, sequence.num_lost_tokens - num_cached_tokens)
@@ -117,13 +120,22 @@ class RunningTable:
         self._admitted[slot] = self._come[slot] = None
         return slot
 
-    def _own_all_but(self, slot: int, shared_blocks: list[int]) -> None:
-        blocks = self.block_tables[slot]
-        if shared_blocks:
-            np.subtract.at(self.num_own, self.owners(shared_blocks), 1)
-        self._owner[blocks] = slot
-        self._owner[shared_blocks] = -1
-        self.num_own[slot] = len(blocks) - len(shared_blocks)
+    def _make_room_for(self, num_tokens: int) -> None:
+        width = self.tokens.shape[1]
+        if num_tokens > width:
+            narrow, slots = self.tokens, self.in_admission_order()
+            self.tokens = np.zeros((len(narrow), max(num_tokens, 2 * width)), np.int32)
+            self.tokens[slots, :width] = narrow[slots]
+
+    def _own(self, slot: int, new: npt.NDArray[np.int32], held_alone: list[int], held_by_two: list[int]) -> None:
+        """Of the cached blocks, those that more than two hold have lost their owners before."""
+        self._owner[new] = slot
+        if held_alone:
+            self._owner[held_alone] = slot
+        if held_by_two:
+            np.subtract.at(self.num_own, self.owners(held_by_two), 1)
+            self._owner[held_by_two] = -1
+        self.num_own[slot] = len(new) + len(held_alone)
 
     def owners(self, blocks: list[int]) -> list[int]:
         """The slot that has it alone, for each of the blocks in use that one has alone."""
@@ -185,7 +197,9 @@ class RunningTable:
         """Slots and token counts that use up to `budget` tokens: first those with one token to compute, then longer
         chunks, each in the order of admission."""
         order = self.in_admission_order()
-        pending = np.minimum(self.known[order] + self.in_flight[order], self.limit[order]) - self.computed[order]
+        top = self._num_slots_used
+        known = self.known[:top] + self.in_flight[:top]
+        pending = (np.minimum(known, self.limit[:top]) - self.computed[:top])[order]
         single = pending == 1
         if len(order) <= budget and single.all():
             return order, pending
@@ -201,20 +215,22 @@ class RunningTable:
         needed = -(-(self.computed[slots] + counts) // self.block_size)
         return np.maximum(needed - self.num_blocks[slots], 0)
 
-    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Hands out `blocks`, missing[i] of them to slots[i]; returns (slot, block ids) where there are any."""
+    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> npt.NDArray[np.int32]:
+        """Hands out `blocks`, missing[i] of them to slots[i]; returns them as SchedulerOutput.appended_blocks."""
+        if not blocks:
+            return np.zeros((3, 0), np.int32)
         lacking = np.flatnonzero(missing)
         slots, missing = slots[lacking], missing[lacking]
+        first_places = self.num_blocks[slots]
         self.num_blocks[slots] += missing
         self.num_own[slots] += missing
-        self._owner[blocks] = np.repeat(slots, missing)
-        receivers, stops = slots.tolist(), np.cumsum(missing).tolist()
-        pieces: Iterable[tuple[int, ...]] = zip(blocks, strict=True)
-        if len(blocks) > len(receivers):
-            pieces = (tuple(blocks[start:stop]) for start, stop in pairwise([0, *stops]))
-        appended = list(zip(receivers, pieces, strict=True))
-        for slot, ids in appended:
-            self.block_tables[slot] += ids
+        if len(blocks) > len(slots):
+            first_places = np.repeat(first_places - (np.cumsum(missing) - missing), missing) + np.arange(len(blocks))
+            slots = np.repeat(slots, missing)
+        appended = np.array([slots, first_places, blocks], np.int32)
+        self._owner[appended[2]] = slots
+        for slot, block in zip(slots.tolist(), blocks, strict=True):
+            self.block_tables[slot].append(block)
         return appended
 
     def advance(self, slots: IntArray, counts: IntArray, step_id: int) -> None:
@@ -232,9 +248,13 @@ class RunningTable:
         self.in_flight[slots] += samples
         return samples, complete & scores_only
 
-    def confirm(self, slots: IntArray) -> None:
-        """One token in flight of each slot has become known."""
-        self.known[slots] += 1
+    def confirm(self, slots: IntArray, samples: npt.NDArray[np.bool_], token_ids: npt.NDArray[np.int32]) -> None:
+        """token_ids: what has become known in each slot, one token in flight of those of which the step samples one."""
+        if not samples.all():
+            slots, token_ids = slots[samples], token_ids[samples]
+        known = self.known[slots]
+        self.tokens[slots, known] = token_ids
+        self.known[slots] = known + 1
         self.in_flight[slots] -= 1
 
     def take_full_blocks(self, slot: int) -> tuple[int, int]:
@@ -246,4 +266,5 @@ class RunningTable:
 
 def num_tokens_to_compute(sequence: Sequence) -> int:
     """Positions whose KV is ever written: the last sampled token is an answer, never an input."""
-    return max(sequence.num_prompt_tokens, sequence.max_num_tokens - 1)
+    num_prompt_tokens, max_tokens = len(sequence.request.prompt_token_ids), sequence.request.max_tokens
+    return num_prompt_tokens + max(0, max_tokens - 1)

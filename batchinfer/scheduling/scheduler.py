@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
@@ -15,7 +16,7 @@ from batchinfer.scheduling.batching import Batching, Continuous, Static
 from batchinfer.scheduling.faults import trace_faults
 from batchinfer.scheduling.forecast import admission_rule
 from batchinfer.scheduling.lengths import FloatArray, OutputLengths
-from batchinfer.scheduling.running_table import IntArray, RunningTable, num_tokens_to_compute, token_slice
+from batchinfer.scheduling.running_table import IntArray, RunningTable, Start, known_tokens, num_tokens_to_compute
 from batchinfer.scheduling.steps import StepInFlight, StepOutcome
 from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence, SequenceStatus
@@ -103,7 +104,7 @@ class Scheduler:
         if len(self._steps) == self._max_steps_in_flight:
             return None
         slots, counts, missing = self._plan_running()
-        appended = self._append_blocks(slots, missing)
+        appended = self._table.append_blocks(slots, missing, self._pool.allocate(int(missing.sum())))
         self._table.advance(slots, counts, self._next_step_id)
         for slot in slots[counts > 1].tolist():  # prompts; blocks of an answer can wait until it leaves its slot
             self._register_full_blocks(slot)
@@ -113,7 +114,7 @@ class Scheduler:
             counts = np.concatenate([counts, np.array([count for _, count in admitted], np.int64)])
         if not len(slots):
             return None
-        return self._emit(slots, counts, tuple(start for start, _ in admitted), tuple(appended))
+        return self._emit(slots, counts, tuple(start for start, _ in admitted), appended)
 
     def _plan_running(self) -> tuple[IntArray, IntArray, IntArray]:
         """Slots, token counts and the blocks that each lacks, after the preemptions that these take."""
@@ -127,10 +128,6 @@ class Scheduler:
                 fits = (missing == 0) | (np.cumsum(missing) <= num_free)
                 return slots[fits], counts[fits], missing[fits]
             self._preempt(self._admission.victim())
-
-    def _append_blocks(self, slots: IntArray, missing: IntArray) -> list[tuple[int, tuple[int, ...]]]:
-        total = int(missing.sum())
-        return self._table.append_blocks(slots, missing, self._pool.allocate(total)) if total else []
 
     def _admit(self, budget: int) -> list[tuple[StartedSequence, int]]:
         """Starts waiting sequences; returns them with the tokens they compute in this step."""
@@ -156,30 +153,32 @@ class Scheduler:
 
     def _try_start(self, sequence: Sequence, budget: int) -> tuple[StartedSequence, int] | None:
         """The sequence in its slot, and how many tokens it computes in this step; None where it must wait."""
-        num_tokens = sequence.num_confirmed_tokens
-        token_ids = token_slice(sequence, 0, num_tokens)
+        token_ids = known_tokens(sequence)
         acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
         blocks, num_cached_blocks = acquired
         sequence.block_table = blocks
         num_cached_tokens = num_cached_blocks * self._block_size
-        count = min(num_tokens - num_cached_tokens, budget)
+        count = min(len(token_ids) - num_cached_tokens, budget)
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = self._clock()
             sequence.num_cached_tokens = num_cached_tokens
         sequence.status = SequenceStatus.RUNNING
-        shared = self._pool.shared_among(blocks[:num_cached_blocks])
-        slot = self._table.place(sequence, num_cached_tokens, count, self._next_step_id, shared)
+        cached = blocks[:num_cached_blocks]
+        held_alone, held_by_two = self._pool.held_by(1, cached), self._pool.held_by(2, cached)
+        block_ids = np.array(blocks, np.int32)
+        start = Start(sequence, token_ids, block_ids, num_cached_tokens, count, held_alone, held_by_two)
+        slot = self._table.place(start, self._next_step_id)
         self._register_full_blocks(slot)
-        return StartedSequence(slot, sequence.request, token_ids, tuple(blocks), num_cached_tokens), count
+        return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens), count
 
     def _emit(
         self,
         slots: IntArray,
         counts: IntArray,
         started: tuple[StartedSequence, ...],
-        appended: tuple[tuple[int, tuple[int, ...]], ...],
+        appended: npt.NDArray[np.int32],
     ) -> SchedulerOutput:
         samples, scored = self._table.take_completions(slots)
         stops = self._table.computed[slots]
@@ -208,14 +207,14 @@ class Scheduler:
         if ((result.token_ids < 0) & step.output.samples & result.is_finite).any():
             raise ValueError(f"step {output.step_id}: the result lacks a token that was to be sampled")
         faulty = [] if result.is_finite.all() else self._contain_faults(step, result)
-        sampled = step.take_tokens(self._table, result.token_ids)
-        self._table.confirm(step.slots[step.output.samples])
+        sequences, token_ids = step.take_tokens(self._table, result.token_ids)
+        self._table.confirm(step.slots, step.output.samples, result.token_ids)
         self._steps.popleft()
         self._last_committed = output.step_id
         retiring, self._retiring = self._retiring, []
         for slot in retiring:
             self._retire(slot)
-        return StepOutcome(sampled, faulty)
+        return StepOutcome(sequences, token_ids, faulty)
 
     def _contain_faults(self, step: StepInFlight, result: StepResult) -> list[Sequence]:
         """Ends the faulty sequences and starts those over that read their KV. Returns the former."""
@@ -293,7 +292,8 @@ class Scheduler:
             return
         first, stop = self._table.take_full_blocks(slot)
         if first < stop:
-            sequence, blocks, size = self._table.sequence_in(slot), self._table.block_tables[slot], self._block_size
-            tokens = token_slice(sequence, first * size, stop * size)
+            blocks, size = self._table.block_tables[slot], self._block_size
+            tokens = self._table.tokens[slot, first * size : stop * size]
+            domain = self._table.sequence_in(slot).cache_domain
             parent = blocks[first - 1] if first else None
-            self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)
+            self._pool.register(blocks[first:stop], tokens, len(tokens), domain, parent)

@@ -1,6 +1,7 @@
 """What the scheduler remembers of a step in flight, and what a committed step tells the engine."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,23 +22,27 @@ class StepInFlight:
     departed: dict[Sequence, int] = field(default_factory=dict)  # have left their slots since, with these
     cancelled: set[Sequence] = field(default_factory=set)  # their tokens are not to be believed, see faults.py
 
-    def take_tokens(self, table: RunningTable, token_ids: npt.NDArray[np.int32]) -> list[tuple[Sequence, int]]:
-        """Appends the step's tokens to the sequences that still want them, and returns them as StepOutcome.sampled.
-        Vector operations do nearly all of it: there is one entry for each running sequence in each step."""
-        is_taken = self.reports
+    def take_tokens(self, table: RunningTable, token_ids: npt.NDArray[np.int32]) -> tuple[list[Sequence], list[int]]:
+        """Appends the step's tokens to the sequences that still want them, and returns both as StepOutcome does. Vector
+        operations do nearly all of it: there is one entry for each running sequence in each step."""
+        slots, is_taken = self.slots, self.reports
         awaiting = [sequence for sequence in self.departed if self._is_wanted(sequence)]
         if len(awaiting) < len(self.departed):
             is_unwanted = np.zeros(len(table.sequences), np.bool_)
             is_unwanted[[slot for sequence, slot in self.departed.items() if not self._is_wanted(sequence)]] = True
-            is_taken = is_taken & ~is_unwanted[self.slots]
-        slots, token_ids = self.slots[is_taken], token_ids[is_taken]
-        taken = list(zip(table.sequences_in(slots), token_ids.tolist(), strict=True))
+            is_taken = is_taken & ~is_unwanted[slots]
+        if not is_taken.all():
+            slots, token_ids = slots[is_taken], token_ids[is_taken]
+        sequences, tokens = table.sequences_in(slots), token_ids.tolist()
         is_sampled = token_ids >= 0
-        _append_each(table.outputs[slots[is_sampled]].tolist(), token_ids[is_sampled].tolist())
-        for sequence, token in taken if awaiting else ():
+        if is_sampled.all():
+            _append_each(table.outputs[slots].tolist(), tokens)
+        else:
+            _append_each(table.outputs[slots[is_sampled]].tolist(), token_ids[is_sampled].tolist())
+        for sequence, token in zip(sequences, tokens, strict=True) if awaiting else ():
             if token >= 0 and sequence in self.departed:
                 sequence.num_in_flight_tokens -= 1
-        return taken
+        return sequences, tokens
 
     def _is_wanted(self, sequence: Sequence) -> bool:
         return sequence.status is not SequenceStatus.FINISHED and sequence not in self.cancelled
@@ -51,11 +56,18 @@ def _append_each(lists: list[list[int]], items: list[int]) -> None:
 class StepOutcome:
     """What a step brought.
 
-    sampled: in batch order, each sequence with its new token, which has been appended to its output_token_ids; -1 for a
-    sequence whose prompt is only scored and has now been computed. The engine decides which of them end.
+    sequences, token_ids: in batch order, each sequence with its new token, which has been appended to its
+    output_token_ids; -1 for a sequence whose prompt is only scored and has now been computed. The engine decides which
+    of them end.
     faulty: sequences whose numbers were not finite. They have been finished with reason "error" and their KV forgotten;
     the engine makes their Results.
     """
 
-    sampled: list[tuple[Sequence, int]]
+    sequences: list[Sequence]
+    token_ids: list[int]
     faulty: list[Sequence]
+
+    @property
+    def sampled(self) -> Iterator[tuple[Sequence, int]]:
+        """Each sequence with its token."""
+        return zip(self.sequences, self.token_ids, strict=True)

@@ -21,15 +21,18 @@ def make_output(
     entries: list[tuple[int, int, int, bool]],  # slot, computed, scheduled, samples
     released: tuple[int, ...] = (),
     started: tuple[StartedSequence, ...] = (),
-    appended: tuple[tuple[int, tuple[int, ...]], ...] = (),
+    appended: tuple[tuple[int, int, int], ...] = (),  # slot, place, block
 ) -> SchedulerOutput:
     slots, computed, scheduled, samples = (np.array(column) for column in zip(*entries, strict=True))
     slots, computed, scheduled = (a.astype(np.int32) for a in (slots, computed, scheduled))
-    return SchedulerOutput(step_id, released, started, appended, slots, scheduled, computed, samples)
+    blocks = np.array(appended, np.int32).reshape(-1, 3).T
+    return SchedulerOutput(step_id, released, started, blocks, slots, scheduled, computed, samples)
 
 
 def start(slot: int, tokens: list[int], blocks: tuple[int, ...], num_computed: int = 0) -> StartedSequence:
-    return StartedSequence(slot, make_request(tokens), np.array(tokens, np.int32), blocks, num_computed)
+    return StartedSequence(
+        slot, make_request(tokens), np.array(tokens, np.int32), np.array(blocks, np.int32), num_computed
+    )
 
 
 def as_lists(inputs: StepInputs) -> dict[str, list[object]]:
@@ -65,7 +68,7 @@ def test_a_chunk_beside_a_decode_worked_out_by_hand() -> None:
         "logits_indices": [0],
     }
     batch.append_sampled(second.slots, np.array([14, -1], np.int32))
-    third = make_output(2, [(2, 4, 1, True), (0, 8, 1, True)], appended=((2, (9,)),))
+    third = make_output(2, [(2, 4, 1, True), (0, 8, 1, True)], appended=((2, 1, 9),))
     batch.apply(third)
     assert as_lists(batch.build(third)) == {
         "token_ids": [14, 28],

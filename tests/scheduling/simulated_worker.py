@@ -109,12 +109,13 @@ class SimulatedWorker:
         for started in output.started:
             assert started.slot not in self.rows
             assert (started.token_ids >= 0).all()
-            row = Row(started.request, [], [], list(started.block_ids), started.num_computed_tokens)
+            row = Row(started.request, [], [], started.block_ids.tolist(), started.num_computed_tokens)
             for token in started.token_ids.tolist():
                 append(row, token)
             self.rows[started.slot] = row
-        for slot, blocks in output.appended_blocks:
-            self.rows[slot].blocks.extend(blocks)
+        for slot, place, block in output.appended_blocks.T.tolist():
+            assert place == len(self.rows[slot].blocks)
+            self.rows[slot].blocks.append(block)
 
     def _cell(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -185,9 +186,9 @@ class Run:
             return False
         assert 0 < output.num_tokens <= self.max_num_batched_tokens
         assert len(set(output.slots.tolist())) == len(output.slots)
-        new_blocks = {b for _, ids in output.appended_blocks for b in ids}
+        new_blocks = set(output.appended_blocks[2].tolist())
         for started in output.started:
-            new_blocks.update(started.block_ids[started.num_computed_tokens // self.pool.block_size :])
+            new_blocks.update(started.block_ids[started.num_computed_tokens // self.pool.block_size :].tolist())
         for _, still_read in self.in_flight:
             assert not new_blocks & still_read, "a block was given away while a step in flight reads it"
         tables = [self.scheduler._table.block_tables[slot] for slot in output.slots.tolist()]

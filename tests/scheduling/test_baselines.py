@@ -109,7 +109,7 @@ def test_a_reservation_is_max_model_len_from_start_to_end(seed: int) -> None:
     while scheduler.has_unfinished:
         output = scheduler.schedule()
         assert output is not None
-        assert output.appended_blocks == ()
+        assert output.appended_blocks.shape == (3, 0)
         assert all(len(start.block_ids) == reserved for start in output.started)
         assert pool.num_used_blocks == reserved * scheduler.num_running
         pool.check_integrity()

@@ -66,7 +66,7 @@ def one_step(scheduler: Scheduler, token: int = 1) -> tuple[SchedulerOutput, lis
 
 def commit(scheduler: Scheduler, output: SchedulerOutput, token: int = 1) -> list[tuple[Sequence, int]]:
     token_ids = np.where(output.samples, token, -1).astype(np.int32)
-    return scheduler.commit(output, StepResult(output.step_id, token_ids, np.ones(len(token_ids), bool))).sampled
+    return list(scheduler.commit(output, StepResult(output.step_id, token_ids, np.ones(len(token_ids), bool))).sampled)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -430,7 +430,7 @@ def test_a_broken_block_that_has_just_become_known_is_not_shared() -> None:
     commit(scheduler, steps[1], token=4)  # with it, all four tokens of the first block are known
     broken = StepResult(2, np.array([-1], np.int32), np.array([False]))
     outcome = scheduler.commit(steps[2], broken)
-    assert (outcome.sampled, outcome.faulty) == ([], [sequence])
+    assert (list(outcome.sampled), outcome.faulty) == ([], [sequence])
     assert pool.match_prefix(np.array([1, 2, 3, 4], np.int32)) == []
     assert not scheduler.has_unfinished
 
@@ -470,7 +470,7 @@ def test_a_sequence_that_starts_anew_is_not_told_of_by_the_step_that_it_left(end
     if ends == "by being aborted":
         scheduler.abort(sequence)
     result = StepResult(first.step_id, np.array([-1], np.int32), np.array([ends == "by being aborted"]))
-    assert scheduler.commit(first, result).sampled == []
+    assert list(scheduler.commit(first, result).sampled) == []
 
 
 def test_admission_forgets_sequences_that_have_ended():

@@ -1,0 +1,71 @@
+"""Findable KV blocks that nobody holds, in the order in which they are to be reused. Owned by block_pool.py."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from batchinfer.cache.block_run import BlockRun, UnusedPiece
+
+
+class UnusedBlocks:
+    """Least recently used first. They are kept by the piece of a run, so that a long prompt that comes or goes whole
+    costs one entry."""
+
+    def __init__(self) -> None:
+        self._pieces: OrderedDict[UnusedPiece, None] = OrderedDict()
+        self._num_blocks = 0
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __iter__(self) -> Iterator[int]:
+        for piece in self._pieces:
+            yield from reversed(piece.run.blocks[piece.start : piece.stop])
+
+    def add(self, run: BlockRun, start: int, references: list[int]) -> None:
+        """Those of the run's blocks from place `start` on that have no references left; the last ones are to go first.
+        references: of each, used up."""
+        if not any(references):
+            return self._add_piece(run, start, start + len(references))
+        while 0 in references:
+            while references[-1]:
+                references.pop()
+            stop = start + len(references)
+            while references and not references[-1]:
+                references.pop()
+            self._add_piece(run, start + len(references), stop)
+
+    def _add_piece(self, run: BlockRun, start: int, stop: int) -> None:
+        piece = UnusedPiece(run, start, stop)
+        run.unused.append(piece)
+        self._pieces[piece] = None
+        self._num_blocks += stop - start
+
+    def use(self, run: BlockRun, stop: int) -> None:
+        """The run's blocks up to place `stop` are held again."""
+        for piece in [piece for piece in run.unused if piece.start < stop]:
+            if piece.stop <= stop:
+                self.shorten(piece, piece.start)
+            else:
+                self._num_blocks -= stop - piece.start
+                piece.start = stop
+
+    def oldest(self) -> UnusedPiece:
+        """There must be one."""
+        return next(iter(self._pieces))
+
+    def shorten(self, piece: UnusedPiece, stop: int) -> None:
+        """Takes out what the piece has from place `stop` on."""
+        self._num_blocks -= piece.stop - max(stop, piece.start)
+        piece.stop = stop
+        if stop <= piece.start:
+            del self._pieces[piece]
+            piece.run.unused.remove(piece)
+
+    def take_from(self, run: BlockRun, start: int) -> list[int]:
+        """Takes out the run's blocks from place `start` on; their places, the last first."""
+        taken: list[int] = []
+        for piece in sorted(run.unused, key=lambda piece: -piece.start):
+            if piece.stop > start:
+                taken += range(piece.stop - 1, max(piece.start, start) - 1, -1)
+                self.shorten(piece, start)
+        return taken
