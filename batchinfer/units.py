@@ -51,7 +51,7 @@ def format_exact_bytes(count: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """ "820 ms", "4.2 s", "3m 05s" or "2h 07m"."""
-    if seconds < 1:
+    if seconds < 0.9995:  # above it three digits would round to 1e+03
         return f"{seconds * 1000:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"

@@ -114,7 +114,7 @@ def _timeline_plots(stats: Mapping[str, Any], view: TimelineView) -> list[Plot]:
 
 def _time_plots(stats: Mapping[str, Any]) -> list[Plot]:
     drawing = partial(where_the_time_went, phases=stats["wall_seconds"], inside=inference_seconds(stats))
-    return [Plot("work", "where_the_time_went", "Where the time went", _WHERE, drawing)]
+    return [Plot("work", "where_the_time_went", "Phases of the run", _WHERE, drawing)]
 
 
 def _roofline_plots(stats: Mapping[str, Any], view: TimelineView, peaks: DevicePeaks) -> list[Plot]:

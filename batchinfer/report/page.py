@@ -3,18 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from batchinfer.config import iter_options
 from batchinfer.report.figures import DrawnPlot
 from batchinfer.report.job_files import FinishedJob
 from batchinfer.report.roofline_page import roofline_context
 from batchinfer.report.row_figures import RowFigures
 from batchinfer.roofline import DevicePeaks
-from batchinfer.units import format_bytes, format_duration, format_ms
+from batchinfer.units import format_bytes, format_duration, format_exact_bytes, format_ms
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 _MOST_CHARACTERS = 400  # of a user's text that is shown
 _MOST_INPUTS = 3
+_FORMATS = {"size": format_exact_bytes, "duration": format_duration}  # of options' values
 _LATENCIES = {
     "ttft_ms": "Time to first token",
     "tbt_ms": "Time between tokens, each gap",
@@ -157,13 +159,17 @@ def _row(job: FinishedJob, row: Mapping[str, Any]) -> dict[str, Any]:
 def _options(stats: Mapping[str, Any]) -> dict[str, list[tuple[str, str, str]]]:
     """(name, value, source) of those that were chosen, and of the defaults."""
     shown: dict[str, list[tuple[str, str, str]]] = {"chosen": [], "default": []}
+    kinds = {member.name: member.metadata["kind"] for _, member in iter_options()}
     for name, option in stats["options"].items():
-        kind = "default" if option["source"] == "default" else "chosen"
-        shown[kind].append((name, _value(option["value"]), option["source"]))
+        group = "default" if option["source"] == "default" else "chosen"
+        shown[group].append((name, _value(option["value"], kinds.get(name, "value")), option["source"]))
     return shown
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, kind: str) -> str:
+    """kind: of the option, as in option_field.py."""
+    if value is not None and kind in _FORMATS:
+        return _FORMATS[kind](value)
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from batchinfer.data.read_output import iter_results
 from batchinfer.data.storage import open_storage
+from batchinfer.errors import UsageError
 from batchinfer.report.figures import draw, plots
 from batchinfer.report.job_files import FinishedJob, open_job
 from batchinfer.report.page import render
@@ -27,14 +28,16 @@ def write_report(target: str, page: str | None = None, png_folder: str | None = 
     at all.
 
     page: default _report.html in the directory, as readers of Parquet pass over such names, or FILE.report.html.
-    png_folder: default _report, or FILE.report. Raises UsageError where there is no finished output, BatchInferError
-    where nothing can be written.
+    png_folder: default _report, or FILE.report. Raises UsageError where there is no finished output, or the page would
+    be no file, and BatchInferError where nothing can be written.
     """
     job = open_job(target)
+    page = page or _beside(job, "_report.html", ".report.html")
+    if os.path.exists(local := os.path.expanduser(page)) and not os.path.isfile(local):
+        raise UsageError(f"--output {page}: is a directory or a device; give the path of the page")
     rows = collect(iter_results(target, COLUMNS))
     peaks = known_peaks(job.stats)
     drawn = [draw(plot) for plot in plots(job.stats, rows, peaks)]
-    page = page or _beside(job, "_report.html", ".report.html")
     png_folder = png_folder or _beside(job, "_report", ".report")
     for one in drawn:
         _put(f"{png_folder.rstrip('/')}/{one.plot.name}.png", one.png)

@@ -74,6 +74,8 @@ def make_stats(**changes: Any) -> dict[str, Any]:
             "model": {"value": "models/small", "source": "flag"},
             "max_num_seqs": {"value": 16, "source": "default"},
             "stop": {"value": ["<end>", "\n"], "source": "job file"},
+            "kv_cache_memory": {"value": 24 << 20, "source": "flag"},
+            "deadline": {"value": 5400.0, "source": "flag"},
         },
         "timeline": TIMELINE,
     }

@@ -2,6 +2,7 @@
 that the output stays as it was."""
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -97,6 +98,8 @@ def test_header_tables_and_options(tmp_path):
     assert page.table_row("model") == ["models/small", "flag"]
     assert page.table_row("stop")[1] == "job file"
     assert page.table_row("max_num_seqs") == ["16", "default"]
+    assert page.table_row("kv_cache_memory") == ["24MiB", "flag"]
+    assert page.table_row("deadline") == ["1h 30m", "flag"]
     slowest = [row[0] for row in page.rows if len(row) == 13][1:]
     assert slowest == [f"row-{number}" for number in range(9, -1, -1)]
     assert page.table_row("row-9")[:5] == ["in & out.jsonl", "9", "1,009", "16", "10"]
@@ -230,6 +233,18 @@ def test_page_and_plots_where_the_reader_wants_them(tmp_path):
 
 
 @pytest.mark.usefixtures("_undrawn")
+@pytest.mark.parametrize("place", ["folder", "pipe"])
+def test_a_page_that_would_be_no_file_is_refused_before_anything_is_drawn(tmp_path, monkeypatch, place, capsys):
+    """A device would be replaced."""
+    target = write_job(tmp_path, make_rows(), make_stats())
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(write, "draw", lambda plot: pytest.fail("drawn"))
+    assert cli._run(["report", str(target), "--output", str(tmp_path / place)]) == 2
+    assert f"--output {tmp_path / place}: is a directory or a device; give the path" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     target = write_job(tmp_path, make_rows(), make_stats())
     (tmp_path / "file").write_text("")
