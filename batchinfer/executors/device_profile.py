@@ -135,8 +135,15 @@ def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
     times = fit_step_times(steps, _where(device, spec.wide_dtype, threads), _today())
     save_peaks(device, spec.wide_dtype, measure_peaks(device, spec.wide_dtype, config.model.threads))
     save_step_times(profile_key(config, files, device, spec.wide_dtype, spec.dtype), times)
-    report(f"{len(steps)} steps timed; the fit is off by {times.error:.1%} in the mean")
+    report(f"{len(steps)} steps timed{_how_far_off(times, len(steps))}")
     return times
+
+
+def _how_far_off(times: StepTimes, num_steps: int) -> str:
+    unknowns = len(times.token_counts) + 3  # those of a sample, a cached token and a pair beside them
+    if num_steps <= unknowns:
+        return f", no more than the fit has unknowns ({unknowns}): how far it is off, they do not tell"
+    return f"; the fit is off by {times.error:.1%} in the mean"
 
 
 class _Steps:

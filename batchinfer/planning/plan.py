@@ -53,11 +53,14 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
     if request.expected_output_tokens is not None and config.scheduler.lengths_from is not None:
         raise UsageError("--expected-output-tokens and --lengths-from: give one of them")
     job = JobInput.read(config.input, config.sampling.seed, report, config.output.output)
+    lengths_from = config.scheduler.lengths_from
+    earlier = None if lengths_from is None else EarlierLengths(lengths_from, job.rows)
     if request.calibrate:
         calibrate(config, report)
     model = find_model(config, report)
     scenario = Scenario.make(config, model)
-    rows = read_rows(job, _builder(config, job, scenario), config.cache.block_size, request.expected_output_tokens)
+    builder = _builder(config, job, scenario, earlier)
+    rows = read_rows(job, builder, config.cache.block_size, request.expected_output_tokens)
     shape = JobShape(rows, model.layers_by_window)
     peaks = find_peaks(config, model, report)
     _tell_of_other_threads(scenario, report)
@@ -99,13 +102,14 @@ def _tell_of_other_threads(scenario: Scenario, report: Callable[[str], None]) ->
         )
 
 
-def _builder(config: JobConfig, job: JobInput, scenario: Scenario) -> PromptBuilder:
+def _builder(
+    config: JobConfig, job: JobInput, scenario: Scenario, earlier_lengths: EarlierLengths | None
+) -> PromptBuilder:
     """As a run has it."""
-    earlier = config.scheduler.lengths_from
     defaults, _ = resolve_sampling(config.sampling, generation_config(scenario.model.files.path))
     model = scenario.model
     of_model = (model.tokenizer, defaults, model.spec.vocab_size, scenario.size.max_model_len)
-    return job.builder(config, *of_model, None if earlier is None else EarlierLengths(earlier, job.rows))
+    return job.builder(config, *of_model, earlier_lengths)
 
 
 def _row_figures(rows: JobRows) -> dict[str, Any]:

@@ -348,3 +348,16 @@ def test_a_plan_loads_torch_only_for_what_it_asks_of_it(model: Path, tmp_path: P
     code += f"print([int(_run(words)) for words, _ in {calls!r}], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == f"{[code for _, code in calls]} False"
+
+
+def test_how_far_a_fit_is_off_is_told_only_where_steps_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The 8 shapes that are always timed have 8 counts of tokens or fewer, and the fit 3 unknowns more."""
+    monkeypatch.setattr("batchinfer.executors.device_profile._SECONDS", 0.0)
+    whole = save_tiny_model(tmp_path / "whole", context=1024)
+    source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abc"}])
+    plan(whole, tmp_path, "--input", source, "--max-tokens", 5, "--calibrate")
+    said = capsys.readouterr().err
+    assert "8 steps timed, no more than the fit has unknowns" in said
+    assert "0.0%" not in said
