@@ -4,13 +4,12 @@ by the scheduler, as are the other rules."""
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.scheduling.admission import Admission, Greedy, Reservation, TokenIds, cached_blocks
 from batchinfer.scheduling.lengths import OutputLengths
-from batchinfer.scheduling.running_table import RunningTable, num_tokens_to_compute
+from batchinfer.scheduling.running_table import RunningTable, length_facts, num_tokens_to_compute
 from batchinfer.scheduling.usage import Growing, IntArray, Room
 from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence
@@ -26,6 +25,7 @@ _MOST_CANDIDATES = 16
 _RUNNING_A_CANDIDATE = 8
 _DRAW_STEPS = 4  # for which lengths that were drawn serve, as long as all running ones fit at their ends at once
 _TIGHT_STEPS = 8  # for which it is taken for granted that they will not
+_FLAGGED = 1 << 16  # numbers below this are put in order by a flag for each
 _UPDATE_STEPS = 16  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
 
@@ -61,6 +61,7 @@ class Forecast:
         self._outlook: _Outlook | None = None  # at this step; made where it is needed
         self._ends = np.zeros(len(table.sequences), np.int64)  # tokens of each slot's sequence at its end, as drawn
         self._is_told = np.zeros(len(table.sequences), np.bool_)  # an earlier run tells it
+        self._is_any_told = False  # even if it is not believed
         self._candidates: dict[Sequence, int] = {}  # their growth, as in usage.Growing, as drawn
         self._joined: list[tuple[Sequence, int]] = []  # have started since the last look, with their ends
         self._steps_since_draw = 0
@@ -154,11 +155,11 @@ class Forecast:
         size, slots = self._pool.block_size, outlook.slots
         growing = Growing(*outlook.running, size)
         ends = np.fromiter(self._candidates.values(), np.int64, len(self._candidates))
-        moments = np.sort(np.concatenate([outlook.running[1], ends]))
-        moments = moments[np.diff(moments, prepend=-1) > 0]
+        moments = _distinct(outlook.running[1], ends)
         usage = growing.usage(moments)
-        is_certain = self._is_told[slots] & self._lengths.trusts_earlier_runs
-        uncertain = (self._table.length_class[slots] != 0) & ~is_certain
+        uncertain = self._table.length_facts[0, slots] != 0
+        if self._lengths.trusts_earlier_runs:
+            uncertain &= ~self._is_told[slots]
         margin = self.caution * growing.spread(usage, uncertain, self._lengths.num_ended)
         room = Room(moments, outlook.num_available - usage.blocks - margin, size)
         for entry in outlook.joined:
@@ -176,10 +177,11 @@ class Forecast:
         """As of now. sequence: one of the candidates. Lengths drawn some steps ago serve for a while, but never for the
         room of every moment, which would miss those that have outlived them."""
         table, slots = self._table, self._table.in_admission_order()
-        num_tokens = np.minimum(table.known[slots] + table.in_flight[slots], table.limit[slots])
+        known = table.known[slots] + table.in_flight[slots]
+        num_tokens = np.minimum(known, table.limit[slots])
         self._settle()
         if must_draw or sequence not in self._candidates or self._steps_since_draw >= _DRAW_STEPS:
-            self._draw(slots, num_tokens)
+            self._draw(slots, num_tokens, known - table.num_prompt_tokens[slots])
         ends = np.maximum(self._ends[slots], num_tokens)
         own, num_blocks = table.num_own[slots], table.num_blocks[slots]
         if owners:
@@ -196,40 +198,48 @@ class Forecast:
         )
         return self._outlook
 
-    def _draw(self, slots: IntArray, num_tokens: IntArray) -> None:
+    def _draw(self, slots: IntArray, num_tokens: IntArray, num_generated: IntArray) -> None:
         """The lengths of the running sequences and of the next candidates."""
         if self._lengths.is_stale or self._steps_to_update <= 0:
             self._table.teach(self._lengths)
             self._steps_to_update = _UPDATE_STEPS
         candidates = self._waiting.next_ones(min(_MOST_CANDIDATES, 1 + len(slots) // _RUNNING_A_CANDIDATE))
-        growth, is_told = self._growth(slots, candidates)
+        if self._steps_since_draw == 0 and not self._is_any_told:  # then the same would come out for what runs
+            slots, num_tokens, num_generated = slots[:0], num_tokens[:0], num_generated[:0]
+        growth = self._growth(slots, num_generated, candidates)
         self._ends[slots] = num_tokens + growth[: len(slots)]
-        self._is_told[slots] = is_told[: len(slots)]
         self._candidates = dict(zip(candidates, growth[len(slots) :].tolist(), strict=True))
         self._steps_since_draw = 0
 
-    def _growth(self, slots: IntArray, candidates: list[Sequence]) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Tokens by which running sequences and then candidates are expected to grow, and whether it is an earlier run
-        that tells so."""
+    def _growth(self, slots: IntArray, num_generated: IntArray, candidates: list[Sequence]) -> IntArray:
+        """Tokens by which running sequences and then candidates are expected to grow."""
         table = self._table
-        of_candidates = np.array([_length_facts(candidate) for candidate in candidates], np.int64).reshape(-1, 4)
-        of_running = (table.length_class, table.max_tokens, table.expected_tokens)
-        facts = [np.concatenate(pair) for pair in zip([f[slots] for f in of_running], of_candidates.T[:3], strict=True)]
+        facts, generated, levels = table.length_facts[:, slots], num_generated, table.level[slots]
+        if candidates:
+            facts = np.concatenate([facts, np.array([length_facts(c) for c in candidates]).T], axis=1)
+            generated = np.concatenate([generated, [len(c.output_token_ids) for c in candidates]])
+            levels = np.concatenate([levels, table.next_levels(len(candidates))])
         classes, limits, told = facts
-        generated = np.concatenate([table.num_generated(slots), of_candidates[:, 3]])
-        levels = np.concatenate([table.level[slots], table.next_levels(len(candidates))])
-        num_beyond = int(((told >= 0) & (generated > told)).sum())
-        is_told = (told > generated) & self._lengths.believes_earlier_runs(num_beyond)
-        learnt = self._lengths.remaining(classes, generated, limits, levels)
-        remaining = np.where(is_told, told - generated, learnt)
-        return np.maximum(remaining - 1, 0), is_told  # the last token is an answer, never an input
+        remaining = self._lengths.remaining(classes, generated, limits, levels)
+        self._is_any_told = told.max(initial=-1) >= 0
+        if self._is_any_told:
+            num_beyond = int(((told >= 0) & (generated > told)).sum())
+            is_told = (told > generated) & self._lengths.believes_earlier_runs(num_beyond)
+            remaining = np.where(is_told, told - generated, remaining)
+            self._is_told[slots] = is_told[: len(slots)]
+        else:
+            self._is_told[slots] = False
+        return np.maximum(remaining - 1, 0)  # the last token is an answer, never an input
 
 
-def _length_facts(candidate: Sequence) -> tuple[int, int, int, int]:
-    """Its class, max_tokens, what an earlier run tells (or -1), and tokens that it has generated."""
-    request = candidate.request
-    told = -1 if request.expected_tokens is None else request.expected_tokens
-    return candidate.length_class, request.max_tokens, told, len(candidate.output_token_ids)
+def _distinct(growth: IntArray, more: IntArray) -> IntArray:
+    """All that occur in either, rising."""
+    most = max(int(growth.max(initial=0)), int(more.max(initial=0)))
+    if most >= _FLAGGED:
+        return np.unique(np.concatenate([growth, more]))
+    occurs = np.zeros(most + 1, np.bool_)
+    occurs[growth] = occurs[more] = True
+    return np.flatnonzero(occurs)
 
 
 def admission_rule(

@@ -2,6 +2,7 @@
 scheduler; read by the order of a job and by admission."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,19 @@ _EDGES = np.concatenate([[0.0], _EDGES])
 _WIDTHS = np.diff(_EDGES)
 _LOOKED_UP = 1 << 16  # lengths below this are found in a table
 _BIN_OF = np.searchsorted(_EDGES, np.arange(_LOOKED_UP), side="right") - 1
+
+
+class _Lines(NamedTuple):
+    """Pieces of straight lines: from x = starts[i] on, the height is heights[i] + slopes[i] * (x - starts[i])."""
+
+    starts: FloatArray
+    heights: FloatArray
+    slopes: FloatArray
+
+    def at(self, pieces: IntArray, x: npt.NDArray[np.number]) -> FloatArray:
+        """Heights at x, which piece pieces[i] holds for x[i]."""
+        height: FloatArray = self.heights[pieces] + self.slopes[pieces] * (x - self.starts[pieces])
+        return height
 
 
 class OutputLengths:
@@ -97,13 +111,15 @@ class OutputLengths:
         common = _share(endings.sum(0), of_all, 1 - np.exp(-constant * _WIDTHS))
         ending = _share(endings, entered, common)  # share of the answers that end between two edges
         ending[_EXACT] = 0
-        self._hazard = np.zeros((len(ending), len(_EDGES)))  # cumulative, at the edges; its exponential is survival
-        np.cumsum(-np.log1p(-np.minimum(ending, 1 - 1e-9)), axis=1, out=self._hazard[:, 1:])
-        np.minimum(self._hazard, _NEVER / 2, out=self._hazard)
-        survival = np.exp(-self._hazard)
-        self._mean = np.zeros_like(self._hazard)  # tokens generated up to each edge, on average
-        np.cumsum((survival[:, 1:] + survival[:, :-1]) / 2 * _WIDTHS, axis=1, out=self._mean[:, 1:])
-        self._rising = (self._hazard + _NEVER * np.arange(len(ending))[:, None]).ravel()  # all curves in one
+        hazard = np.zeros((len(ending), len(_EDGES)))  # cumulative, at the edges; its exponential is survival
+        np.cumsum(-np.log1p(-np.minimum(ending, 1 - 1e-9)), axis=1, out=hazard[:, 1:])
+        np.minimum(hazard, _NEVER / 2, out=hazard)
+        survival = np.exp(-hazard)
+        mean = np.zeros_like(hazard)  # tokens generated up to each edge, on average
+        np.cumsum((survival[:, 1:] + survival[:, :-1]) / 2 * _WIDTHS, axis=1, out=mean[:, 1:])
+        self._hazard, self._mean, self._length = _lines(hazard), _lines(mean), _inverted(hazard)
+        self._rising = (hazard + _NEVER * np.arange(num_curves)[:, None]).ravel()  # all curves in one
+        self._num_curves = num_curves
         self._num_ended_at_update = self._num_ended
 
     def _take_in_ended(self) -> None:
@@ -120,8 +136,9 @@ class OutputLengths:
     def expected(self, requests: Sequence[Request]) -> FloatArray:
         """Mean length of the answers to requests that have not begun [num_requests]."""
         classes = np.array([self.class_of(request) for request in requests], np.int64)
-        classes = np.minimum(classes, len(self._mean) - 1)
-        learnt = self._at(self._mean, classes, np.array([request.max_tokens for request in requests], np.int64))
+        classes = np.minimum(classes, self._num_curves - 1)
+        limits = np.array([request.max_tokens for request in requests], np.int64)
+        learnt = self._mean.at(len(_WIDTHS) * classes + _bins(limits), limits)
         told = np.array([-1 if r.expected_tokens is None else r.expected_tokens for r in requests], np.float64)
         learnt[told >= 0] = told[told >= 0]
         return learnt
@@ -130,25 +147,29 @@ class OutputLengths:
         """The tokens that each answer will still generate after num_tokens: the length that a share `levels` of the
         answers which came so far exceeds, at least one more where it may have one. levels: above 0, below 1; even
         levels over several answers give a set as it will typically be, long and short ones."""
-        classes = np.minimum(classes, len(self._hazard) - 1)
-        target = self._at(self._hazard, classes, num_tokens) - np.log(levels)
-        width, hazard = len(_EDGES), self._hazard.ravel()
-        first = width * classes
-        found = np.searchsorted(self._rising, target + _NEVER * classes) - first
-        upper = np.minimum(np.maximum(found, 1), width - 1)
-        low, high = hazard[first + upper - 1], hazard[first + upper]
-        share = (target - low) / np.maximum(high - low, 1e-12)
-        length = np.where(found < width, _EDGES[upper - 1] + share * _WIDTHS[upper - 1], np.inf)
+        classes = np.minimum(classes, self._num_curves - 1)
+        target = self._hazard.at(len(_WIDTHS) * classes + _bins(num_tokens), num_tokens) - np.log(levels)
+        found = self._rising.searchsorted(target + _NEVER * classes)
+        length = self._length.at(found + classes, target)
         length = np.minimum(np.maximum(np.ceil(length), num_tokens + 1), max_tokens)
         return np.maximum(length - num_tokens, 0).astype(np.int64)
 
-    def _at(self, curves: FloatArray, classes: IntArray, lengths: IntArray) -> FloatArray:
-        """The curves of the classes between their edges."""
-        bins = _bins(lengths)
-        share = (lengths - _EDGES[bins]) / _WIDTHS[bins]
-        places, flat = len(_EDGES) * classes + bins, curves.ravel()
-        low: FloatArray = flat[places]
-        return low + share * (flat[places + 1] - low)
+
+def _lines(curves: FloatArray) -> _Lines:
+    """curves: [num_curves, num_edges], at the edges."""
+    starts = np.tile(_EDGES[:-1], len(curves))
+    return _Lines(starts, curves[:, :-1].ravel(), (np.diff(curves) / _WIDTHS).ravel())
+
+
+def _inverted(hazard: FloatArray) -> _Lines:
+    """Lengths by the hazard [num_curves, num_edges], with a piece before each curve's first edge, which is like the one
+    after it, and one behind its last, where answers have no end."""
+    rise = np.maximum(np.diff(hazard), 1e-12)
+    shape = (len(hazard), len(_EDGES) + 1)
+    starts, heights, slopes = np.zeros(shape), np.full(shape, np.inf), np.zeros(shape)
+    starts[:, 1:-1], heights[:, 1:-1], slopes[:, 1:-1] = hazard[:, :-1], _EDGES[:-1], _WIDTHS / rise
+    heights[:, 0], slopes[:, 0] = heights[:, 1], slopes[:, 1]  # and both start at 0
+    return _Lines(starts.ravel(), heights.ravel(), slopes.ravel())
 
 
 def _bins(lengths: IntArray) -> IntArray:

@@ -51,9 +51,9 @@ class RunningTable:
         self.computed = np.zeros(max_num_seqs, np.int64)  # tokens whose KV is written, steps in flight included
         self.limit = np.zeros(max_num_seqs, np.int64)  # tokens that ever need computing
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
-        self.max_tokens = np.zeros(max_num_seqs, np.int64)
-        self.expected_tokens = np.zeros(max_num_seqs, np.int64)  # of the answer, by an earlier run; -1: not known
-        self.length_class = np.zeros(max_num_seqs, np.int64)  # of lengths.OutputLengths
+        # What is known of an answer's length: its class of lengths.OutputLengths, max_tokens, and what an earlier run
+        # tells, -1 where none does.
+        self.length_facts = np.zeros((3, max_num_seqs), np.int64)
         self.level = np.zeros(max_num_seqs)  # where among like answers this one's length is assumed to lie
         self.scores_only = np.zeros(max_num_seqs, np.bool_)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
@@ -102,10 +102,7 @@ class RunningTable:
         self._make_room_for(limit + 1)
         self.tokens[slot, :num_tokens] = token_ids
         self.num_prompt_tokens[slot] = len(request.prompt_token_ids)
-        self.max_tokens[slot] = request.max_tokens
-        told = request.expected_tokens
-        self.expected_tokens[slot] = -1 if told is None else told
-        self.length_class[slot] = sequence.length_class
+        self.length_facts[:, slot] = length_facts(sequence)
         self.level[slot] = _level(self._num_placed + 1)
         self.scores_only[slot] = request.max_tokens == 0
         self.num_blocks[slot] = len(block_ids)
@@ -181,7 +178,7 @@ class RunningTable:
     def teach(self, lengths: OutputLengths) -> None:
         """Works out the lengths anew, by what runs now."""
         slots = self.in_admission_order()
-        lengths.update(self.length_class[slots], self.num_generated(slots))
+        lengths.update(self.length_facts[0, slots], self.num_generated(slots))
 
     def sequence_in(self, slot: int) -> Sequence:
         """slot: not free."""
@@ -262,6 +259,13 @@ class RunningTable:
         full = min(int(self.computed[slot]), int(self.known[slot])) // self.block_size
         first, self.num_registered[slot] = int(self.num_registered[slot]), full
         return first, full
+
+
+def length_facts(sequence: Sequence) -> tuple[int, int, int]:
+    """As in RunningTable.length_facts."""
+    request = sequence.request
+    told = request.expected_tokens
+    return sequence.length_class, request.max_tokens, -1 if told is None else told
 
 
 def num_tokens_to_compute(sequence: Sequence) -> int:
