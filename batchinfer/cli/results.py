@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+_OPEN_ALREADY = ("/dev", "/dev/fd", "/proc/self/fd")  # folders of what leads to files that others have open
 _REASONS = {
     errno.EISDIR: "it is a directory; give a file",
     errno.ENOTDIR: "its folder is none; choose another place",
@@ -26,13 +27,16 @@ class ResultFile:
     pipes are written to as they are, and "-" is stdout. Raises OSError where it cannot be written."""
 
     def __init__(self, path: str) -> None:
-        self._path = path if path == "-" else os.path.realpath(os.path.expanduser(path))
-        self._is_whole = path != "-" and (not os.path.exists(self._path) or os.path.isfile(self._path))
+        self._path = path if path == "-" else os.path.abspath(os.path.expanduser(path))
+        is_new, is_plain = not os.path.exists(self._path), os.path.isfile(self._path)
+        is_open_already = path == "-" or os.path.dirname(self._path) in _OPEN_ALREADY
+        self._is_whole = (is_new or is_plain) and not is_open_already
         if os.path.isdir(self._path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if os.path.exists(self._path) and not os.access(self._path, os.W_OK):
+        if not is_new and not os.access(self._path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         if self._is_whole:
+            self._path = os.path.realpath(self._path)
             with self._beside():  # which goes at once: whether its folder takes one
                 pass
 

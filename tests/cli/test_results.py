@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -103,6 +104,12 @@ def test_pipes_and_stdout_are_written_to_as_they_are(tmp_path: Path, capsys: pyt
     ResultFile("-").write("to stdout")
     assert capsys.readouterr().out == "to stdout"
     assert not sys.stdout.closed
+
+
+def test_stdout_by_its_path_is_written_through() -> None:
+    code = "from batchinfer.cli.results import ResultFile\nResultFile('/dev/stdout').write('through')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "through"
 
 
 @pytest.mark.parametrize(
