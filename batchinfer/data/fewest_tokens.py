@@ -1,6 +1,7 @@
 """How many tokens a row of a job will at least have in the mean, guessed from the first ones before there is a
 tokenizer. Called by the pipeline, to ask for the cache's memory early."""
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,8 @@ from batchinfer.request import SamplingParams
 
 _SAMPLE_ROWS = 64
 _TOKEN_CHARACTERS = 4  # of most texts, or fewer
+# What no token reaches beyond, in most vocabularies: a chat's mark, a word, a digit, a run of other signs or of spaces.
+_PIECE = re.compile(r"<\|\w+\|>| ?[^\W\d_]+|\d| ?(?:_|[^\s\w])+|\s+")
 _SHARED_CHARACTERS = 5  # of a token that counts as shared: of few texts more
 _SURE_OUTPUT = 64  # tokens of an answer that may end by itself
 _MOST_IDS = 1 << 31  # a vocabulary that no row's token ids are beyond
@@ -19,9 +22,9 @@ Prompt = str | list[int]
 
 
 def fewest_tokens(job: JobInput, defaults: SamplingParams, block_size: int | None = None) -> float:
-    """Of prompt and answer: texts count by their characters, answers as far as they are likely to go. block_size: of
-    the blocks that rows hold together as far as they begin alike; they do not count. None: each holds its own. Raises
-    what reading the rows raises."""
+    """Of prompt and answer: texts count by their characters or words, answers as far as they are likely to go.
+    block_size: of the blocks that rows hold together as far as they begin alike; they do not count. None: each holds
+    its own. Raises what reading the rows raises."""
     prompts, answers = list[Prompt](), list[int]()
     columns = list(dict.fromkeys((*job.source.columns, *job.param_columns.names)))
     shard = job.shard_set.shards[0]
@@ -31,7 +34,7 @@ def fewest_tokens(job: JobInput, defaults: SamplingParams, block_size: int | Non
             if isinstance(own, SamplingParams):
                 prompts.append(_flat(value))
                 answers.append(_answer_tokens(own))
-    tokens = sum(map(_num_tokens, prompts)) + sum(answers)
+    tokens = _num_tokens(prompts) + sum(answers)
     if block_size is not None:
         tokens -= sum(shared // block_size * block_size for shared in _shared_tokens(prompts))
     return tokens / max(1, len(prompts))
@@ -53,8 +56,11 @@ def _flat(value: Any) -> Prompt:
     return "".join(part for part in map(_flat, parts) if isinstance(part, str))
 
 
-def _num_tokens(prompt: Prompt) -> int:
-    return len(prompt) // _TOKEN_CHARACTERS if isinstance(prompt, str) else len(prompt)
+def _num_tokens(prompts: Sequence[Prompt]) -> int:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    by_characters = sum(map(len, texts)) // _TOKEN_CHARACTERS
+    by_pieces = sum(1 for text in texts for _ in _PIECE.finditer(text))
+    return max(by_characters, by_pieces) + sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
 
 
 def _num_common(a: Prompt, b: Prompt) -> int:

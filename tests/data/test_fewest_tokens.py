@@ -24,6 +24,12 @@ def test_texts_by_their_characters(tmp_path):
     assert fewest_tokens(rows, UNTIL_THE_END) == (25 + 12) / 2 + 128
 
 
+def test_texts_of_short_words_by_their_pieces(tmp_path):
+    pieces = ["<|im_start|>", "It", " is", " ", "4", "2", ":", " a", " b", "...", "\n", " c", "_", "d"]
+    rows = job(tmp_path, {"prompt": ["".join(pieces)]})
+    assert fewest_tokens(rows, UNTIL_THE_END) == len(pieces) + 128
+
+
 @pytest.mark.parametrize(
     ("params", "answer"),
     [
@@ -71,7 +77,7 @@ def test_beginnings_that_rows_have_in_common_do_not_count(tmp_path):
     """Two rows of each of two beginnings, of 41 and 21 characters with what follows them alike; and one alone."""
     prompts = ["a" * 40 + "x1" + "y" * 38, "a" * 40 + "x2" + "y" * 38, "b" * 20 + "x3", "b" * 20 + "x4", "c" * 80]
     rows = job(tmp_path, {"prompt": prompts})
-    whole = (20 + 20 + 5 + 5 + 20) / 5 + 128
+    whole = (80 + 80 + 22 + 22 + 80) / 4 / 5 + 128
     assert fewest_tokens(rows, UNTIL_THE_END) == whole
     assert fewest_tokens(rows, UNTIL_THE_END, block_size=1) == whole - (8 + 8 + 4 + 4) / 5
     assert fewest_tokens(rows, UNTIL_THE_END, block_size=5) == whole - (5 + 5) / 5
@@ -86,4 +92,4 @@ def test_chats_in_common_do_not_count(tmp_path):
     chats = [[{"role": "system", "content": "x" * 200}, {"role": "user", "content": name * 40}] for name in "ab"]
     rows = job(tmp_path, {"messages": chats})
     texts = len("system" + "x" * 200 + "user")
-    assert fewest_tokens(rows, UNTIL_THE_END, block_size=16) == (texts + 40) // 4 - texts // 5 // 16 * 16 + 128
+    assert fewest_tokens(rows, UNTIL_THE_END, block_size=16) == (texts + 40) / 4 - texts // 5 // 16 * 16 + 128
