@@ -16,7 +16,7 @@ class StartedSequence:
     slot: int
     request: Request
     token_ids: npt.NDArray[np.int32]  # [num_tokens] prompt and confirmed output
-    block_ids: npt.NDArray[np.int32]  # [num_blocks] cached prefix blocks first, then those newly allocated
+    block_ids: npt.NDArray[np.int64]  # [num_blocks] cached prefix blocks first, then those newly allocated
     num_computed_tokens: int  # of them served by the prefix cache
 
 
@@ -31,7 +31,7 @@ class SchedulerOutput:
     step_id: int
     released_slots: tuple[int, ...]
     started: tuple[StartedSequence, ...]
-    appended_blocks: npt.NDArray[np.int32]  # [3, num_blocks]: slot, place in its block table and id; these were there
+    appended_blocks: npt.NDArray[np.int64]  # [3, num_blocks]: slot, place in its block table and id; these were there
     slots: npt.NDArray[np.int32]
     num_scheduled_tokens: npt.NDArray[np.int32]
     num_computed_tokens: npt.NDArray[np.int32]

@@ -56,11 +56,9 @@ class BlockPool:
         self._hash = hash_function
         self._ref_counts = [0] * num_blocks
         self._runs: list[BlockRun | None] = [None] * num_blocks  # of findable blocks
-        # What the next block hangs on: the number of the block's content. Also of a block that is not findable because
-        # another one with equal content is; _NOTHING where the content is not known or not findable.
-        self._numbers = [_NOTHING] * num_blocks
+        self._places = [0] * num_blocks  # in their runs; also of a block that is not findable because another one with
+        self._doubles: dict[int, BlockRun] = {}  # equal content is, which has a place in that one's run
         self._last_number = _NOTHING
-        self._doubles: dict[int, BlockRun] = {}  # unfindable blocks, by the runs that hold their contents
         self._index: dict[int, BlockRun] = {}  # by the hash of the key
         self._next_fresh = 0
         self._recycled: list[int] = []  # empty, used before
@@ -106,8 +104,7 @@ class BlockPool:
         for block in blocks:
             ref_counts[block] = 1
         for block in blocks if self._doubles else ():
-            if self._doubles.pop(block, None) is not None:
-                self._numbers[block] = _NOTHING
+            self._doubles.pop(block, None)
         return blocks
 
     def _evict(self, num_blocks: int) -> list[int]:
@@ -132,10 +129,9 @@ class BlockPool:
         del run.blocks[start:]
         if not start:
             del self._index[run.hashed]
-        runs, numbers = self._runs, self._numbers
+        runs = self._runs
         for block in lost:
             runs[block] = None
-            numbers[block] = _NOTHING
         for place in self._cached.take_from(run, start) if run.unused else ():
             self._recycled.append(lost[place - start])
 
@@ -153,7 +149,7 @@ class BlockPool:
                 self._free_unfindable(block)
                 stop -= 1
                 continue
-            last = self._numbers[block] - run.number + 1
+            last = self._places[block] + 1
             count = min(last, stop)
             count = count if block_ids[stop - count : stop] == run.blocks[last - count : last] else 1
             self._free_of_run(run, last - count, last)
@@ -212,9 +208,9 @@ class BlockPool:
         data, start = self._bytes_of_full_blocks(token_ids[:num_tokens]), 0
         blocks, link = list(block_ids[: len(data) // self._block_bytes]), domain if parent is None else _NOTHING
         if parent is not None and (home := self._home(parent)) is not None:
-            link = self._numbers[parent]
-            start = self._double(home, link - home.number + 1, data, 0, blocks)
-            link += start
+            place = self._places[parent] + 1
+            start = self._double(home, place, data, 0, blocks)
+            link = home.number + place + start - 1
         while start < len(blocks) and link != _NOTHING:
             key = (link, self._piece(data, start))
             hashed = self._hash(key)
@@ -230,36 +226,35 @@ class BlockPool:
     def _home(self, block: int) -> BlockRun | None:
         """The run that holds the content of a block; None where it is not known or not findable."""
         run = self._runs[block] or self._doubles.get(block)
-        is_held = run is not None and run.number <= self._numbers[block] < run.number + len(run.blocks)
-        return run if is_held else None
+        return run if run is not None and self._places[block] < len(run.blocks) else None
 
     def _double(self, run: BlockRun, place: int, data: bytes, start: int, blocks: list[int]) -> int:
         """Lets blocks from `start` on lead on to those of a run from `place` on, as far as their contents are equal.
         Returns how many are."""
         count = run.num_common(place, data, start)
-        for number, block in enumerate(blocks[start : start + count], run.number + place):
-            self._numbers[block] = number
+        for at, block in enumerate(blocks[start : start + count], place):
+            self._places[block] = at
             if self._runs[block] is None:
                 self._doubles[block] = run
         return count
 
     def _add_run(self, key: BlockKey, hashed: int, blocks: list[int], data: bytes) -> None:
-        number = self._last_number + 1
+        run = self._index[hashed] = BlockRun(key, hashed, self._last_number + 1, blocks, data, self._block_bytes)
         self._last_number += len(blocks)
-        run = self._index[hashed] = BlockRun(key, hashed, number, blocks, data, self._block_bytes)
-        runs, numbers = self._runs, self._numbers
-        for block in blocks:
+        runs, places = self._runs, self._places
+        for place, block in enumerate(blocks):
             runs[block] = run
-            numbers[block] = number
-            number += 1
+            places[block] = place
+        for block in blocks if self._doubles else ():
+            self._doubles.pop(block, None)
 
     def drop(self, block_ids: Ids[int]) -> None:
         """Forgets what the blocks hold, and with them all that hangs on them; references stay as they are."""
         for block in block_ids:
             run = self._runs[block]
             if run is not None:
-                self._forget(run, self._numbers[block] - run.number)
-            self._numbers[block] = _NOTHING
+                self._forget(run, self._places[block])
+            self._doubles.pop(block, None)
 
     def _find(self, link: Link, data: bytes, start: int) -> BlockRun | None:
         """The run that holds, after `link`, the content of block `start` of data."""
@@ -286,12 +281,10 @@ class BlockPool:
         if sorted(b for blocks in states.values() for b in blocks) != list(range(self.num_blocks)):
             sizes = ", ".join(f"{len(blocks)} {state}" for state, blocks in states.items())
             raise RuntimeError(f"KV block pool of {self.num_blocks} blocks is inconsistent: {sizes}")
-        states_of = zip(self._runs, self._numbers, strict=True)
-        findable = {block: (run.hashed, number) for block, (run, number) in enumerate(states_of) if run is not None}
+        states_of = zip(self._runs, self._places, strict=True)
+        findable = {block: (run.hashed, place) for block, (run, place) in enumerate(states_of) if run is not None}
         indexed = {
-            block: (hashed, run.number + place)
-            for hashed, run in self._index.items()
-            for place, block in enumerate(run.blocks)
+            block: (hashed, place) for hashed, run in self._index.items() for place, block in enumerate(run.blocks)
         }
         if indexed != findable:
             raise RuntimeError("the prefix index disagrees with the blocks' contents")

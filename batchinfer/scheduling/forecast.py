@@ -180,7 +180,7 @@ class Forecast:
         known = table.known[slots] + table.in_flight[slots]
         num_tokens = np.minimum(known, table.limit[slots])
         self._settle()
-        if must_draw or sequence not in self._candidates or self._steps_since_draw >= _DRAW_STEPS:
+        if must_draw or self._steps_since_draw >= _DRAW_STEPS or sequence not in self._candidates:
             self._draw(slots, num_tokens, known - table.num_prompt_tokens[slots])
         ends = np.maximum(self._ends[slots], num_tokens)
         own, num_blocks = table.num_own[slots], table.num_blocks[slots]

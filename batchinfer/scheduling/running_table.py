@@ -24,7 +24,7 @@ class Start(NamedTuple):
 
     sequence: Sequence
     token_ids: npt.NDArray[np.int32]  # all that are known
-    block_ids: npt.NDArray[np.int32]
+    block_ids: IntArray
     num_cached_tokens: int
     num_scheduled_tokens: int
     held_alone: list[int]  # of the blocks of the cached tokens
@@ -58,7 +58,7 @@ class RunningTable:
         self.scores_only = np.zeros(max_num_seqs, np.bool_)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.num_own = np.zeros(max_num_seqs, np.int64)  # of them, those that no other sequence has held with it
-        self._owner = np.full(num_blocks, -1, np.int64)  # the slot that has a block alone, of blocks in use; or -1
+        self._owner = np.full(num_blocks, -1, np.int32)  # the slot that has a block alone, of blocks in use; or -1
         self.num_registered = np.zeros(max_num_seqs, np.int64)  # leading blocks known to the prefix index
         self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
         self.num_computed = 0  # tokens of all steps so far
@@ -124,7 +124,7 @@ class RunningTable:
             self.tokens = np.zeros((len(narrow), max(num_tokens, 2 * width)), np.int32)
             self.tokens[slots, :width] = narrow[slots]
 
-    def _own(self, slot: int, new: npt.NDArray[np.int32], held_alone: list[int], held_by_two: list[int]) -> None:
+    def _own(self, slot: int, new: IntArray, held_alone: list[int], held_by_two: list[int]) -> None:
         """Of the cached blocks, those that more than two hold have lost their owners before."""
         self._owner[new] = slot
         if held_alone:
@@ -212,10 +212,10 @@ class RunningTable:
         needed = -(-(self.computed[slots] + counts) // self.block_size)
         return np.maximum(needed - self.num_blocks[slots], 0)
 
-    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> npt.NDArray[np.int32]:
+    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> IntArray:
         """Hands out `blocks`, missing[i] of them to slots[i]; returns them as SchedulerOutput.appended_blocks."""
         if not blocks:
-            return np.zeros((3, 0), np.int32)
+            return np.zeros((3, 0), np.int64)
         lacking = np.flatnonzero(missing)
         slots, missing = slots[lacking], missing[lacking]
         first_places = self.num_blocks[slots]
@@ -224,7 +224,7 @@ class RunningTable:
         if len(blocks) > len(slots):
             first_places = np.repeat(first_places - (np.cumsum(missing) - missing), missing) + np.arange(len(blocks))
             slots = np.repeat(slots, missing)
-        appended = np.array([slots, first_places, blocks], np.int32)
+        appended = np.array([slots, first_places, blocks], np.int64)
         self._owner[appended[2]] = slots
         for slot, block in zip(slots.tolist(), blocks, strict=True):
             self.block_tables[slot].append(block)

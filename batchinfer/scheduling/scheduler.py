@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
@@ -167,7 +166,7 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         cached = blocks[:num_cached_blocks]
         held_alone, held_by_two = self._pool.held_by(1, cached), self._pool.held_by(2, cached)
-        block_ids = np.array(blocks, np.int32)
+        block_ids = np.array(blocks, np.int64)
         start = Start(sequence, token_ids, block_ids, num_cached_tokens, count, held_alone, held_by_two)
         slot = self._table.place(start, self._next_step_id)
         self._register_full_blocks(slot)
@@ -178,7 +177,7 @@ class Scheduler:
         slots: IntArray,
         counts: IntArray,
         started: tuple[StartedSequence, ...],
-        appended: npt.NDArray[np.int32],
+        appended: IntArray,
     ) -> SchedulerOutput:
         samples, scored = self._table.take_completions(slots)
         stops = self._table.computed[slots]
