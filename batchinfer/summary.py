@@ -112,6 +112,7 @@ def summarise(requests: RequestStatistics, engine: Mapping[str, Any], run: RunFi
         "peak_memory_bytes": run.peak_memory_bytes,
         "device": run.device,
         "machine": engine["machine"],
+        "threads": engine["threads"],
         "ended_at": engine["ended_at"],
         "versions": dict(run.versions),
         "options": dict(run.options),

@@ -79,7 +79,7 @@ def engine_figures(gaps=(8.0, 9.0, 40.0)) -> dict:
     for step in range(12):
         stats.add_step(make_step(3 if step == 4 else 2), (), 4, 50 if step == 7 else 20)
     stats.add_token_gaps(np.array(gaps, np.float64))
-    place = {"machine": "a processor", "ended_at": "2026-01-31T07:08:09+00:00"}
+    place = {"machine": "a processor", "threads": 3, "ended_at": "2026-01-31T07:08:09+00:00"}
     return {**stats.to_dict(), **place, "step_work": STEP_WORK}
 
 
@@ -172,7 +172,8 @@ def test_work_and_timeline_are_carried(requests):
     stats = summarise(requests, engine_figures(), run_figures())
     counts = {"steps": 12, "scheduled_tokens": 125, "context_tokens": 300, "query_key_pairs": 25 * 50}
     assert stats["work"] == {**counts, "logits_tokens": 25, **STEP_WORK}
-    assert (stats["machine"], stats["ended_at"]) == ("a processor", "2026-01-31T07:08:09+00:00")
+    assert (stats["machine"], stats["threads"]) == ("a processor", 3)
+    assert stats["ended_at"] == "2026-01-31T07:08:09+00:00"
     assert stats["timeline"]["running_mean"] == [2, 2, 2, 2, 3, 2, 2, 2, 2, 2, 2, 2]
     assert stats["engine_seconds"].keys() == {"schedule", "forward", "sample", "postprocess"}
 

@@ -54,8 +54,15 @@ class LocalEngine:
     work: StepWork
 
     def figures(self) -> dict[str, Any]:
-        """EngineStats.to_dict() with what its counts stand for, and on which machine and until when it ran."""
-        place = {"machine": machine_name(self.device), "ended_at": datetime.now(UTC).isoformat(timespec="seconds")}
+        """EngineStats.to_dict() with what its counts stand for, and on which machine, with how many threads of a CPU (0
+        on a GPU) and until when it ran."""
+        import torch
+
+        place = {
+            "machine": machine_name(self.device),
+            "threads": torch.get_num_threads() if self.device == "cpu" else 0,
+            "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         return {**self.engine.stats.to_dict(), **place, "step_work": self.work.to_json()}
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from batchinfer.config import iter_options
 from batchinfer.report.figures import DrawnPlot
 from batchinfer.report.job_files import FinishedJob
-from batchinfer.report.roofline_page import roofline_context
+from batchinfer.report.roofline_page import job_threads, roofline_context
 from batchinfer.report.row_figures import RowFigures
 from batchinfer.roofline import DevicePeaks
 from batchinfer.units import format_bytes, format_duration, format_exact_bytes, format_ms
@@ -75,6 +75,8 @@ def _facts(job: FinishedJob) -> dict[str, str]:
     if len(shards) > _MOST_INPUTS:
         inputs.append(f"and {_count(len(shards) - _MOST_INPUTS)} more")
     device = {"cpu": "CPU", "cuda": "GPU"}.get(stats["device"], stats["device"])
+    if threads := job_threads(stats):
+        device += f", {threads} thread{'s' if threads > 1 else ''}"
     return {
         "Model": str(stats["options"]["model"]["value"] or "SmolLM2-135M-Instruct (the default)"),
         "Device": f"{stats['machine']} ({device})",

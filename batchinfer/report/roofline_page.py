@@ -31,8 +31,9 @@ def roofline_context(stats: Mapping[str, Any], peaks: DevicePeaks | None) -> dic
 
 
 def job_threads(stats: Mapping[str, Any]) -> int | None:
-    """The job's --threads; None where it took all processors, or a GPU."""
-    return stats["options"].get("threads", {}).get("value") if stats["device"] == "cpu" else None
+    """With which the job ran, 0 on a GPU; None in outputs of versions that did not say."""
+    threads: int | None = stats.get("threads")
+    return threads
 
 
 def _seconds(stats: Mapping[str, Any]) -> dict[str, float]:
@@ -86,7 +87,7 @@ def _advice(stats: Mapping[str, Any], peaks: DevicePeaks | None) -> str:
     if peaks is None:
         return "The peaks of this machine have not been measured."
     if (threads := job_threads(stats)) not in (None, peaks.threads):
-        return f"The job ran with --threads {threads}, and the peaks were measured with {peaks.threads}."
+        return f"The job ran with --threads {threads}, and the peaks were measured with --threads {peaks.threads}."
     activations = stats["options"].get("activation_dtype", {}).get("value")
     if activations in ("int8", "fp8"):
         layers = f"The products of the layers ran in {activations}"

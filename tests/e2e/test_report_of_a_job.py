@@ -87,6 +87,8 @@ def check_figures(page: Page, stats: dict[str, Any]) -> None:
         assert f"{code} {count} row" in page.text
     assert page.table_row("<script>console.error('run')</script>")[:2] == ["in.jsonl", "9"]
     assert stats["ended_at"][:10] in page.text
+    assert stats["threads"] == 1
+    assert f"{stats['machine']} (CPU, 1 thread)" in page.text
     assert sum(stats["timeline"]["output_tokens"]) == stats["completion_tokens"]
     assert sum(stats["timeline"]["prompt_tokens"]) == stats["prompt_tokens"]
     assert sum(stats["timeline"]["cached_prompt_tokens"]) == stats["cached_prompt_tokens"]

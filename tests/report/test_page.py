@@ -22,7 +22,6 @@ EVIL = "<script>alert('x')</script> & \"quoted\""
 PEAKS = DevicePeaks(
     bytes_per_s=20e9, flops_per_s=500e9, measured_on="a bench of <b>its</b> own", date="2026-01-30", threads=2
 )
-THREE_THREADS = {name: {"value": value, "source": "flag"} for name, value in (("model", None), ("threads", 3))}
 ALL_PLOTS = {
     *("ttft", "latency", "queue_prefill", "tbt", "throughput", "batch_size", "kv_cache", "prompts"),
     *("where_the_time_went", "roofline", "roofline_shares"),
@@ -140,14 +139,15 @@ def test_peaks_of_the_job_s_precision_come_first(monkeypatch):
     assert write.known_peaks(make_stats()) is None
     assert asked == [("cpu", "bf16", None), ("cpu", "bf16"), ("cpu",)]
     asked.clear()
-    assert write.known_peaks(make_stats(options=THREE_THREADS)) is None
+    assert write.known_peaks(make_stats(threads=3)) is None
     assert asked[0] == ("cpu", "bf16", 3)
 
 
 @pytest.mark.usefixtures("_undrawn")
 def test_peaks_of_other_threads_are_told(tmp_path):
-    page = report(write_job(tmp_path, make_rows(), make_stats(options=THREE_THREADS)))
-    assert "The job ran with --threads 3, and the peaks were measured with 2." in page.text
+    page = report(write_job(tmp_path, make_rows(), make_stats(threads=3)))
+    assert "a processor of no maker (CPU, 3 threads)" in page.text
+    assert "The job ran with --threads 3, and the peaks were measured with --threads 2." in page.text
 
 
 @pytest.mark.usefixtures("_undrawn")
