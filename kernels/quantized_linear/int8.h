@@ -153,10 +153,10 @@ void pack_block(const typename Format::Storage* from, const Weight& w, int64_t b
 
 // ---- the product
 
-// sums: [ROWS, COLUMNS], of `ROWS` rows from `rows` on with block `block` of the weight.
+// sums: [ROWS, COLUMNS], of `ROWS` rows from `rows` on with block `block` of the weight; steps from `step` on for `ahead`.
 #if defined(__AVX512VNNI__)
 template <int ROWS>
-void multiply(Rows rows, const Weight& w, int64_t block, float* sums) {
+void multiply(Rows rows, const Weight& w, int64_t block, float* sums, BlockAhead ahead, int64_t step) {
     const int64_t stride = w.padded_inputs();
     const int8_t* values = w.values + block * stride * COLUMNS;
     const float* scales = w.scales + block * w.num_groups * COLUMNS;
@@ -174,6 +174,7 @@ void multiply(Rows rows, const Weight& w, int64_t block, float* sums) {
         }
         const int8_t* end = values + std::min<int64_t>(GROUP, stride - g * GROUP) * COLUMNS;
         for (; values < end; values += 4 * COLUMNS, bytes += 4) {
+            ahead.step(step++);
             __m512i left = _mm512_loadu_si512(values), right = _mm512_loadu_si512(values + 64);
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) {
@@ -199,7 +200,7 @@ void multiply(Rows rows, const Weight& w, int64_t block, float* sums) {
 }
 #else
 template <int ROWS>
-void multiply(Rows rows, const Weight& w, int64_t block, float* sums) {
+void multiply(Rows rows, const Weight& w, int64_t block, float* sums, BlockAhead, int64_t) {
     const int64_t stride = w.padded_inputs();
     std::fill(sums, sums + ROWS * COLUMNS, 0.0f);
     for (int64_t g = 0; g < w.num_groups; g++) {
@@ -221,14 +222,15 @@ void multiply(Rows rows, const Weight& w, int64_t block, float* sums) {
 }
 #endif
 
-void multiply_rows(int64_t count, Rows rows, const Weight& w, int64_t block, float* sums) {
+void multiply_rows(int64_t count, Rows rows, const Weight& w, int64_t block, float* sums, BlockAhead ahead,
+                   int64_t step) {
     switch (count) {
-        case 1: return multiply<1>(rows, w, block, sums);
-        case 2: return multiply<2>(rows, w, block, sums);
-        case 3: return multiply<3>(rows, w, block, sums);
-        case 4: return multiply<4>(rows, w, block, sums);
-        case 5: return multiply<5>(rows, w, block, sums);
-        default: return multiply<TILE_ROWS>(rows, w, block, sums);
+        case 1: return multiply<1>(rows, w, block, sums, ahead, step);
+        case 2: return multiply<2>(rows, w, block, sums, ahead, step);
+        case 3: return multiply<3>(rows, w, block, sums, ahead, step);
+        case 4: return multiply<4>(rows, w, block, sums, ahead, step);
+        case 5: return multiply<5>(rows, w, block, sums, ahead, step);
+        default: return multiply<TILE_ROWS>(rows, w, block, sums, ahead, step);
     }
 }
 
@@ -239,10 +241,14 @@ void run(Rows rows, int64_t num_rows, const Weight& w, const Outputs& out, int64
     parallel_items(row_blocks * blocks, threads, 1, [&](int64_t item) {
         alignas(64) float sums[TILE_ROWS * COLUMNS];
         const int64_t block = item % blocks, end = std::min(num_rows, (item / blocks + 1) * BLOCK_ROWS);
-        for (int64_t row = item / blocks * BLOCK_ROWS; row < end; row += TILE_ROWS) {
+        const int64_t first = item / blocks * BLOCK_ROWS, steps = w.padded_inputs() / 4;
+        const int64_t tiles = (end - first + TILE_ROWS - 1) / TILE_ROWS, bytes = w.padded_inputs() * COLUMNS;
+        const BlockAhead ahead(w.values + (item + threads) % blocks * bytes, bytes, tiles * steps);
+        int64_t step = 0;
+        for (int64_t row = first; row < end; row += TILE_ROWS, step += steps) {
             const int64_t count = std::min<int64_t>(TILE_ROWS, end - row);
             Rows from = {rows.bytes + row * w.padded_inputs(), rows.scales + row * w.num_groups};
-            multiply_rows(count, from, w, block, sums);
+            multiply_rows(count, from, w, block, sums, ahead, step);
             finish_rows<Format>(sums, count, out, block, row);
         }
     });

@@ -9,7 +9,27 @@ namespace batchinfer {
 constexpr int PANEL = 32;       // outputs in a block of a weight
 constexpr int HALF = PANEL / 2;
 
-// Rows of results. In a paired weight the first 16 outputs of block b are outputs 16 b of the first half of all of them,
+// A weight's next block, asked for into the L2 cache in `steps` equal steps while another is multiplied. Otherwise the
+// first rows would wait for each of its numbers, and the others for none. With many rows that is not worth a thought.
+class BlockAhead {
+   public:
+    BlockAhead(const void* from, int64_t bytes, int64_t steps)
+        : at_(static_cast<const char*>(from)), rate_(steps > bytes / LINE * MOST ? 0 : (bytes << SHIFT) / steps) {}
+
+    void step(int64_t i) const {
+        const char* at = at_ + (i * rate_ >> SHIFT);
+        __builtin_prefetch(at, 0, 2);
+        if (rate_ > LINE << SHIFT) __builtin_prefetch(at + LINE, 0, 2);
+    }
+
+   private:
+    static constexpr int64_t LINE = 64, MOST = 16;  // steps for each line
+    static constexpr int64_t SHIFT = 8;
+    const char* at_;
+    int64_t rate_;  // bytes a step, in parts of 2^SHIFT
+};
+
+// Rows of results. In a paired weight the first 16 outputs of block b are outputs 16 b of the first half of all,
 // the gate, and the others their like in the second half.
 struct Outputs {
     void* rows;         // [num_rows, width]

@@ -68,11 +68,15 @@ void run_panels(ElementRows<typename Products::Element> rows, int64_t num_rows, 
         alignas(64) float sums[Products::TILE_ROWS * PANEL];
         const int64_t block = item % blocks, end = std::min(num_rows, (item / blocks + 1) * PANEL_ROWS);
         const Element* panel = Products::panel(w, block, memory.at_least(size_t(elements * PANEL)));
-        for (int64_t row = item / blocks * PANEL_ROWS; row < end; row += Products::TILE_ROWS) {
+        const int64_t first = item / blocks * PANEL_ROWS, next = (item + threads) % blocks;
+        const int64_t tiles = (end - first + Products::TILE_ROWS - 1) / Products::TILE_ROWS;
+        const BlockAhead ahead(w.block_values(next), w.steps * w.step_bytes(), tiles * elements);
+        int64_t step = 0;
+        for (int64_t row = first; row < end; row += Products::TILE_ROWS, step += elements) {
             const int64_t count = std::min<int64_t>(Products::TILE_ROWS, end - row);
             with_count<Products::TILE_ROWS>(count, [&](auto rows_at_once) {
                 Products::template multiply<decltype(rows_at_once)::value>({rows.data + row * rows.stride, rows.stride},
-                                                                           panel, elements, sums);
+                                                                           panel, elements, sums, ahead, step);
             });
             finish_rows<Format>(sums, count, out, block, row);
         }

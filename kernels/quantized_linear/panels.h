@@ -29,12 +29,14 @@ struct FloatProducts {
         return buffer;
     }
 
-    // sums: [ROWS, PANEL]; panel: [elements, PANEL]
+    // sums: [ROWS, PANEL]; panel: [elements, PANEL]; steps from `step` on for `ahead`
     template <int ROWS>
-    static void multiply(ElementRows<float> rows, const float* panel, int64_t elements, float* sums) {
+    static void multiply(ElementRows<float> rows, const float* panel, int64_t elements, float* sums, BlockAhead ahead,
+                         int64_t step) {
         for (int first = 0; first < PANEL; first += WIDTH) {
             Vec total[ROWS][2] = {};
             for (int64_t k = 0; k < elements; k++) {
+                if (first == 0) ahead.step(step + k);
                 Vec left = load_vec(panel + k * PANEL + first), right = load_vec(panel + k * PANEL + first + LANES);
 #pragma GCC unroll 16
                 for (int r = 0; r < ROWS; r++) {
@@ -90,11 +92,14 @@ struct Bf16Products {
     }
 
     template <int ROWS>
-    static void multiply(ElementRows<uint32_t> rows, const uint32_t* panel, int64_t elements, float* sums) {
+    static void multiply(ElementRows<uint32_t> rows, const uint32_t* panel, int64_t elements, float* sums,
+                         BlockAhead ahead, int64_t step) {
         __m512 total[ROWS][2] = {};
-        for (int64_t k = 0; k < elements; k++, panel += PANEL)
+        for (int64_t k = 0; k < elements; k++, panel += PANEL) {
+            ahead.step(step + k);
             multiply_add<ROWS>(total, rows, k, (__m512bh)_mm512_loadu_si512(panel),
                                (__m512bh)_mm512_loadu_si512(panel + 16));
+        }
         store_sums<ROWS>(total, sums);
     }
 
