@@ -21,10 +21,9 @@ _NEVER = np.iinfo(np.int64).max
 _RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as none has ended
 # Candidates whose lengths are drawn together: so many, and at most one to so many running sequences, as the margin is
 # that of the running ones.
-_MOST_CANDIDATES = 16
+_MOST_CANDIDATES = 32
 _RUNNING_A_CANDIDATE = 8
-_DRAW_STEPS = 4  # for which lengths that were drawn serve, as long as all running ones fit at their ends at once
-_TIGHT_STEPS = 8  # for which it is taken for granted that they will not
+_DRAW_STEPS = 4  # for which the lengths drawn for what runs serve: few sequences outlive theirs meanwhile
 _FLAGGED = 1 << 16  # numbers below this are put in order by a flag for each
 _UPDATE_STEPS = 16  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
@@ -36,7 +35,6 @@ class _Outlook:
 
     running: tuple[IntArray, IntArray, IntArray]  # num_tokens, growth and uncounted of usage.Growing
     slots: IntArray  # theirs
-    is_fresh: bool  # lengths were drawn at this step
     num_available: int  # blocks that running sequences may have alone
     blocks_at_ends: int
     joined: list[tuple[int, int, int]] = field(default_factory=list)  # num_tokens, growth, uncounted
@@ -64,8 +62,7 @@ class Forecast:
         self._is_any_told = False  # even if it is not believed
         self._candidates: dict[Sequence, int] = {}  # their growth, as in usage.Growing, as drawn
         self._joined: list[tuple[Sequence, int]] = []  # have started since the last look, with their ends
-        self._steps_since_draw = 0
-        self._tight_steps = 0  # since the room of every moment was last needed, counted down
+        self._steps_since_draw = _DRAW_STEPS
         self._steps_to_update = _UPDATE_STEPS
         self._refused: tuple[Sequence, int] | None = None  # the last that had to wait, and table.num_changes then
         self._steps_to_retry = 0
@@ -74,7 +71,6 @@ class Forecast:
         self._outlook = None
         self._settle()
         self._steps_since_draw += 1
-        self._tight_steps -= 1
         self._steps_to_update -= 1
         self._steps_to_retry -= 1
 
@@ -130,16 +126,11 @@ class Forecast:
         the candidate would share."""
         outlook = self._outlook
         if outlook is None or owners or sequence not in self._candidates:
-            outlook = self._look(sequence, num_used, owners, must_draw=self._tight_steps > 0)
-        if outlook.room is None and not self._fits_at_ends(outlook, sequence, num_tokens, num_shared):
-            if not outlook.is_fresh:
-                outlook = self._look(sequence, num_used, owners, must_draw=True)
-                if self._fits_at_ends(outlook, sequence, num_tokens, num_shared):
-                    return True
-            self._tight_steps = _TIGHT_STEPS
+            outlook = self._look(sequence, num_used, owners)
+        if outlook.room is None:
+            if self._fits_at_ends(outlook, sequence, num_tokens, num_shared):
+                return True
             outlook.room = self._room(outlook)
-        elif outlook.room is None:
-            return True
         return outlook.room.take(num_tokens, self._candidates[sequence], num_shared)
 
     def _fits_at_ends(self, outlook: _Outlook, sequence: Sequence, num_tokens: int, num_shared: int) -> bool:
@@ -173,14 +164,13 @@ class Forecast:
                 self._ends[joined.slot] = end
         self._joined.clear()
 
-    def _look(self, sequence: Sequence, num_used: int, owners: list[int], must_draw: bool) -> _Outlook:
-        """As of now. sequence: one of the candidates. Lengths drawn some steps ago serve for a while, but never for the
-        room of every moment, which would miss those that have outlived them."""
+    def _look(self, sequence: Sequence, num_used: int, owners: list[int]) -> _Outlook:
+        """As of now. sequence: the next to start."""
         table, slots = self._table, self._table.in_admission_order()
         known = table.known[slots] + table.in_flight[slots]
         num_tokens = np.minimum(known, table.limit[slots])
         self._settle()
-        if must_draw or self._steps_since_draw >= _DRAW_STEPS or sequence not in self._candidates:
+        if self._steps_since_draw >= _DRAW_STEPS or sequence not in self._candidates:
             self._draw(slots, num_tokens, known - table.num_prompt_tokens[slots])
         ends = np.maximum(self._ends[slots], num_tokens)
         own, num_blocks = table.num_own[slots], table.num_blocks[slots]
@@ -192,24 +182,24 @@ class Forecast:
         self._outlook = _Outlook(
             (num_tokens, ends - num_tokens, uncounted),
             slots,
-            self._steps_since_draw == 0,
             self._pool.num_blocks - num_used + int(own.sum()),
             int((-(-ends // self._pool.block_size) - uncounted).sum()),
         )
         return self._outlook
 
     def _draw(self, slots: IntArray, num_tokens: IntArray, num_generated: IntArray) -> None:
-        """The lengths of the running sequences and of the next candidates."""
-        if self._lengths.is_stale or self._steps_to_update <= 0:
-            self._table.teach(self._lengths)
-            self._steps_to_update = _UPDATE_STEPS
+        """The lengths of the next candidates, and of what runs where those drawn for it are too old."""
         candidates = self._waiting.next_ones(min(_MOST_CANDIDATES, 1 + len(slots) // _RUNNING_A_CANDIDATE))
-        if self._steps_since_draw == 0 and not self._is_any_told:  # then the same would come out for what runs
+        if self._steps_since_draw < _DRAW_STEPS and not self._is_any_told:
             slots, num_tokens, num_generated = slots[:0], num_tokens[:0], num_generated[:0]
+        else:
+            self._steps_since_draw = 0
+            if self._lengths.is_stale or self._steps_to_update <= 0:
+                self._table.teach(self._lengths)
+                self._steps_to_update = _UPDATE_STEPS
         growth = self._growth(slots, num_generated, candidates)
         self._ends[slots] = num_tokens + growth[: len(slots)]
         self._candidates = dict(zip(candidates, growth[len(slots) :].tolist(), strict=True))
-        self._steps_since_draw = 0
 
     def _growth(self, slots: IntArray, num_generated: IntArray, candidates: list[Sequence]) -> IntArray:
         """Tokens by which running sequences and then candidates are expected to grow."""
