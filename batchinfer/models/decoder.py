@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.cache.paged_kv import TORCH_DTYPES, PagedKVCache
@@ -14,7 +13,7 @@ from batchinfer.kernels.rms_norm import add_rms_norm, rms_norm
 from batchinfer.models.attention import Attention, StepRotation
 from batchinfer.models.batch import Batch, Contexts
 from batchinfer.models.key_offsets import KeyOffsets, KeyStatistics, KnownKeys
-from batchinfer.models.linear import Linear, Projection
+from batchinfer.models.linear import Linear, Lookup, Projection
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.rope import RotaryEmbedding
 from batchinfer.models.spec import DecoderSpec
@@ -36,13 +35,13 @@ class DecoderLayer:
 class Decoder:
     """Weights and forward pass. It holds no state of any sequence: the batch and the cache are arguments.
 
-    embedding: [vocab_size, hidden_size]; lm_head shares its storage where the spec ties them.
+    embedding: of vocab_size rows of hidden_size; the lm_head itself where the spec ties them and its form allows it.
     """
 
     def __init__(
         self,
         spec: DecoderSpec,
-        embedding: Tensor,
+        embedding: Lookup,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         lm_head: Projection,
@@ -54,8 +53,8 @@ class Decoder:
         """static_kv_dtypes: dtypes of a cache that the attention layers have the checkpoint's own scales for.
         scratch_bytes: most that a product takes beside its operands and results."""
         self.spec = spec
-        self.device = embedding.device
-        self.dtype = embedding.dtype
+        self.device = final_norm.device
+        self.dtype = final_norm.dtype
         self.num_parameters = num_parameters  # tied ones counted once
         self.weight_bytes = weight_bytes
         self.scratch_bytes = scratch_bytes
@@ -64,7 +63,7 @@ class Decoder:
         self._layers = layers
         self._final_norm = final_norm
         self._lm_head = lm_head
-        self.rope = RotaryEmbedding(spec.rope, embedding.device)
+        self.rope = RotaryEmbedding(spec.rope, self.device)
         self._key_offsets: KeyOffsets | None = None
 
     @property
@@ -73,9 +72,8 @@ class Decoder:
 
     @property
     def step_weight_bytes(self) -> int:
-        """Of the weights that every step reads: all but the embedding, where the head is not the same tensor."""
-        is_shared = isinstance(self._lm_head, Linear) and self._lm_head.weight is self._embedding
-        return self.weight_bytes - (0 if is_shared else self._embedding.nbytes)
+        """Of the weights that every step reads: all but the embedding, where it is not the head."""
+        return self.weight_bytes - (0 if self._lm_head is self._embedding else self._embedding.nbytes)
 
     def kv_cache_spec(self, block_size: int, kv_dtype: str = "auto", wide_layers: Sequence[int] = ()) -> KVCacheSpec:
         """The cache that this model needs. kv_dtype: one of config.KV_CACHE_DTYPES; auto is the model's dtype, and the
@@ -127,7 +125,7 @@ class Decoder:
         rotation, offsets = self._rotation(batch, prompt_lens), self._key_offsets
         if offsets is not None:
             offsets.cover(batch.block_table.shape[1] * cache.spec.block_size)
-        residual = F.embedding(batch.token_ids, self._embedding)
+        residual = self._embedding.rows(batch.token_ids)
         hidden = rms_norm(residual, self._layers[0].input_norm, self.spec.rms_norm_eps)
         for index, layer in enumerate(self._layers):
             known: KnownKeys = offsets.tables(index) if offsets and cache.spec.has_scales(index) else (None, None)

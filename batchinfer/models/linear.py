@@ -44,6 +44,17 @@ class Projection(Protocol):
         ...
 
 
+class Lookup(Protocol):
+    """A table of vectors."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """int64 [n] to [n, width]"""
+        ...
+
+
 class Linear:
     """A projection in the weight's own precision.
 
@@ -69,6 +80,10 @@ class Linear:
 
     def fill(self, out: Tensor, x: Tensor) -> None:
         out.copy_(self(x))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """As Lookup's, of the weight."""
+        return F.embedding(ids, self.weight)
 
 
 class Int8Linear:
@@ -132,6 +147,15 @@ class PackedLinear:
 
     def fill(self, out: Tensor, x: Tensor) -> None:
         packed_linear(x, self._weight, self._bias, out)
+
+    @property
+    def gives_rows(self) -> bool:
+        """Whether it can be a Lookup of its weight, too."""
+        return self._bias is None and isinstance(self._weight, PackedWeight) and self._weight.gives_rows
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """As Lookup's, of the weight."""
+        return self._weight.rows(ids)
 
     @property
     def can_gate(self) -> bool:

@@ -11,7 +11,7 @@ from batchinfer.kernels.quantized_linear.stored import concatenate
 from batchinfer.models.attention import Attention
 from batchinfer.models.decoder import Decoder, DecoderLayer
 from batchinfer.models.families.common import WeightNames
-from batchinfer.models.linear import Fp8Linear, Int8Linear, Linear, PackedLinear, Projection, SideBySide
+from batchinfer.models.linear import Fp8Linear, Int8Linear, Linear, Lookup, PackedLinear, Projection, SideBySide
 from batchinfer.models.mlp import GatedMLP
 from batchinfer.models.spec import DecoderSpec
 from batchinfer.quantization.kv_scales import KVScales, are_usable, take_kv_scales
@@ -75,12 +75,12 @@ class _Builder:
         if self._activation_dtype == "fp8":  # errors of the head's product would be the logits'
             self._activation_dtype = "auto"
         scratch_bytes = self._scratch_bytes  # without the head's: results wider than activations need none
-        lm_head = self._lm_head(embedding, stored)
+        lm_head, lookup = self._lm_head(embedding, stored)
         if self._unused:
             raise BatchInferError(f"{self._source.where}: tensor {min(self._unused)} has no place in this model")
         static_dtypes = kv_scale_dtypes if are_usable(self._kv_scales, self._source.where) else ()
         sizes = (self._num_parameters, self._weight_bytes)
-        return Decoder(spec, embedding, layers, final_norm, lm_head, *sizes, static_dtypes, scratch_bytes)
+        return Decoder(spec, lookup, layers, final_norm, lm_head, *sizes, static_dtypes, scratch_bytes)
 
     def _embedding(self) -> tuple[Tensor, Stored | None]:
         """The table that rows are looked up in, in the model's precision, and the quantised form that it came from."""
@@ -92,17 +92,23 @@ class _Builder:
         self._weight_bytes += table.nbytes
         return table, stored
 
-    def _lm_head(self, embedding: Tensor, stored_embedding: Stored | None) -> Projection:
-        module = self._names.lm_head.removesuffix(".weight")
+    def _lm_head(self, embedding: Tensor, stored_embedding: Stored | None) -> tuple[Projection, Lookup]:
+        """The head, and what looks up rows of the embedding: where both are one, and the head's form allows it, the
+        head itself."""
+        table, module = Linear(embedding), self._names.lm_head.removesuffix(".weight")
         stored = self._stored(module, self._spec.vocab_size, self._spec.hidden_size)
         if stored is not None:  # also where the embedding is tied: the file's own head is what was measured
-            return self._quantized_projection(module, stored, None)
+            return self._quantized_projection(module, stored, None), table
         if not self._spec.tie_word_embeddings:
-            return self._linear("", [module], [self._spec.vocab_size], self._spec.hidden_size, False)
+            return self._linear("", [module], [self._spec.vocab_size], self._spec.hidden_size, False), table
         self._check_tied(embedding)
         if stored_embedding is not None:
-            return self._quantized_projection(self._names.embedding, stored_embedding, None)
-        return self._projection(embedding, None, is_shared=True)
+            return self._quantized_projection(self._names.embedding, stored_embedding, None), table
+        head = self._projection(embedding, None, is_shared=True)
+        if isinstance(head, PackedLinear) and head.gives_rows:
+            self._weight_bytes -= embedding.nbytes
+            return head, head
+        return head, head if isinstance(head, Linear) else table
 
     def _check_tied(self, embedding: Tensor) -> None:
         """Some checkpoints store the tied tensor twice."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DUMMY_DTYPES = {"qweight": ("I32", 4), "qzeros": ("I32", 4), "scales": ("F16", 2)}  # of all else F32
 _INT8_OUTPUTS, _INT8_ROTATION, _INT8_GROUP = 32, 64, 192  # see kernels/quantized_linear/weight.py
+_PACKED_INPUTS = 4  # see kernels/quantized_linear/packed.py
 _SUFFIXES = (".weight_packed", ".weight_blocks", ".weight_scale_inv", ".qweight", ".weight")  # of a layer's main tensor
 
 
@@ -45,7 +46,7 @@ class WeightSizes:
 @dataclass(frozen=True, slots=True)
 class WeightForm:
     """How the weights will be kept. dtype: as in "bf16". int8, fp8: --activation-dtype. packs: products read a form of
-    their own, so that a tied head is kept beside the embedding. gguf_types: of each module that is kept in blocks."""
+    their own. gguf_types: of each module that is kept in blocks."""
 
     dtype: str
     int8: bool
@@ -96,10 +97,12 @@ def weight_sizes(tensors: Mapping[str, StoredTensor], spec: DecoderSpec, form: W
     for module, members in of_modules.items():
         stored = {name.removeprefix(module): tensors[name] for name in members}
         if module == embedding:
-            total += spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[form.dtype]
+            table = spec.vocab_size * spec.hidden_size * ELEMENT_BYTES[form.dtype]
             tied = spec.tie_word_embeddings and not _is_quantized(tensors, head)
             head_bytes = max(head_bytes, sizes_of_head.projection(module, stored)) if tied else head_bytes
-            total += head_bytes if tied and (form.packs or form.int8 or _is_quantized(tensors, module)) else 0
+            is_filled_up = form.packs and spec.hidden_size % _PACKED_INPUTS > 0
+            is_head = tied and not (form.int8 or is_filled_up or _is_quantized(tensors, module))
+            total += head_bytes if is_head else table + (head_bytes if tied else 0)
         elif module == head:
             if spec.tie_word_embeddings and not _is_quantized(tensors, head):
                 continue

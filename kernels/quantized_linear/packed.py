@@ -59,6 +59,16 @@ class PackedWeight:
         """What a product with many rows of `dtype` takes beside its operands: products unpack blocks as they go."""
         return 0
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether `rows` can be called: for a weight that is neither quantised nor paired nor filled up."""
+        return self.kind == Kind.BF16 and self.inputs is None and not self.is_paired
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """bf16 [n, num_inputs], the weights of outputs, int64 [n]."""
+        pairs = self.values.flatten(1, 2).view(torch.int32).squeeze(-1)  # [blocks, pairs of inputs, COLUMNS]
+        return pairs[outputs // COLUMNS, :, outputs % COLUMNS].view(torch.bfloat16)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[num_outputs, num_inputs] in the order of both, computed in float32 and rounded once."""
         columns = self._numbers()

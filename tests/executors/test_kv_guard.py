@@ -168,7 +168,7 @@ def test_no_more_layers_than_the_bound_needs(bound, layers, monkeypatch):
 
 def test_rows_whose_numbers_are_not_finite_anyway_do_not_count(tmp_path):
     decoder = make_decoder(tmp_path)
-    decoder._embedding[5] = torch.nan
+    decoder._embedding.weight[5] = torch.nan
     clean = [np.where(ids == 5, 6, ids).astype(np.int32) for ids in PROMPTS]
     bad = np.array([1, 5, 2], np.int32)
     outcome, _ = guard(decoder, "fp8", False, [clean[0], bad, clean[1]])

@@ -161,7 +161,7 @@ def test_small_kv_dtypes_stay_close(tmp_path, kv_dtype):
 def test_a_fault_in_one_sequence_does_not_reach_its_neighbours(tmp_path):
     model = make_hf_model("llama")
     decoder = load_decoder(save(model, tmp_path), "fp32")
-    decoder._embedding[96] = math.nan
+    decoder._embedding.weight[96] = math.nan
     good, bad = random_ids(20) % 96, random_ids(20, 1) % 96
     bad[11] = 96
     alone = Runner(decoder).step([("good", good, 0, 20)])[0]

@@ -9,6 +9,7 @@ from tiny_models import make_hf_model, save
 
 from batchinfer.errors import BatchInferError
 from batchinfer.models.families.registry import parse_config
+from batchinfer.models.linear import PackedLinear
 from batchinfer.models.loader import eos_token_ids, generation_config, load_decoder, load_spec
 
 SMOLLM2 = json.loads("""{"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
@@ -157,7 +158,7 @@ def test_derived_tensors_of_old_checkpoints_are_left_out(tiny):
 def test_tied_head_is_stored_once_and_a_copy_is_accepted(tmp_path):
     path = save(make_hf_model("llama", tie_word_embeddings=True), tmp_path)
     tied = load_decoder(path)
-    assert tied._lm_head.weight.data_ptr() == tied._embedding.data_ptr()
+    assert tied._lm_head is tied._embedding
     edit(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert load_decoder(path).num_parameters == tied.num_parameters
     edit(path, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
@@ -210,3 +211,21 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     with pytest.raises(BatchInferError, match="only safetensors"):
         load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("hidden_size", [96, 90])
+def test_a_packed_head_gives_the_embedding_s_rows(tmp_path, hidden_size):
+    """Unless its rows are filled up: then the table is kept beside it."""
+    model = make_hf_model("llama", tie_word_embeddings=True, hidden_size=hidden_size, head_dim=16)
+    decoder = load_decoder(save(model, tmp_path), "bf16")
+    if not isinstance(decoder._lm_head, PackedLinear):
+        pytest.skip("this machine packs no bf16 weights")
+    table = model.model.embed_tokens.weight.detach().to(torch.bfloat16)
+    ids = torch.tensor([96, 0, 31, 32, 5, 5])
+    assert torch.equal(decoder._embedding.rows(ids), table[ids])
+    assert decoder._embedding.rows(ids[:0]).shape == (0, hidden_size)
+    assert (decoder._embedding is decoder._lm_head) == (hidden_size % 4 == 0)
+    others = sum(p.numel() for p in model.parameters()) - table.numel()
+    packed = 128 * -(-hidden_size // 4) * 4  # of 97 rows, whole blocks of 32
+    beside = decoder.weight_bytes - 2 * others - 2 * packed  # what layers are filled up with, and the table
+    assert beside >= table.nbytes if hidden_size % 4 else 0 <= beside < table.nbytes
