@@ -55,7 +55,7 @@ class BlockPool:
         self._block_bytes = block_size * TOKEN_BYTES
         self._hash = hash_function
         self._ref_counts = [0] * num_blocks
-        self._runs: list[BlockRun | None] = [None] * num_blocks  # of findable blocks
+        self._runs: list[BlockRun | None] = [None] * num_blocks  # that have or had them
         self._places = [0] * num_blocks  # in their runs; also of a block that is not findable because another one with
         self._doubles: dict[int, BlockRun] = {}  # equal content is, which has a place in that one's run
         self._last_number = _NOTHING
@@ -129,9 +129,7 @@ class BlockPool:
         del run.blocks[start:]
         if not start:
             del self._index[run.hashed]
-        runs = self._runs
-        for block in lost:
-            runs[block] = None
+            run.data = b""  # the blocks may refer to the run for long
         for place in self._cached.take_from(run, start) if run.unused else ():
             self._recycled.append(lost[place - start])
 
@@ -144,7 +142,7 @@ class BlockPool:
         stop = len(block_ids)
         while stop:
             block = block_ids[stop - 1]
-            run = self._runs[block]
+            run = self._run_of(block)
             if run is None:
                 self._free_unfindable(block)
                 stop -= 1
@@ -223,9 +221,14 @@ class BlockPool:
             start += count
             link = run.number + count - 1
 
+    def _run_of(self, block: int) -> BlockRun | None:
+        """Of a findable block."""
+        run, place = self._runs[block], self._places[block]
+        return run if run is not None and place < len(run.blocks) and run.blocks[place] == block else None
+
     def _home(self, block: int) -> BlockRun | None:
         """The run that holds the content of a block; None where it is not known or not findable."""
-        run = self._runs[block] or self._doubles.get(block)
+        run = self._run_of(block) or self._doubles.get(block)
         return run if run is not None and self._places[block] < len(run.blocks) else None
 
     def _double(self, run: BlockRun, place: int, data: bytes, start: int, blocks: list[int]) -> int:
@@ -234,7 +237,7 @@ class BlockPool:
         count = run.num_common(place, data, start)
         for at, block in enumerate(blocks[start : start + count], place):
             self._places[block] = at
-            if self._runs[block] is None:
+            if self._run_of(block) is None:
                 self._doubles[block] = run
         return count
 
@@ -251,7 +254,7 @@ class BlockPool:
     def drop(self, block_ids: Ids[int]) -> None:
         """Forgets what the blocks hold, and with them all that hangs on them; references stay as they are."""
         for block in block_ids:
-            run = self._runs[block]
+            run = self._run_of(block)
             if run is not None:
                 self._forget(run, self._places[block])
             self._doubles.pop(block, None)
@@ -281,8 +284,8 @@ class BlockPool:
         if sorted(b for blocks in states.values() for b in blocks) != list(range(self.num_blocks)):
             sizes = ", ".join(f"{len(blocks)} {state}" for state, blocks in states.items())
             raise RuntimeError(f"KV block pool of {self.num_blocks} blocks is inconsistent: {sizes}")
-        states_of = zip(self._runs, self._places, strict=True)
-        findable = {block: (run.hashed, place) for block, (run, place) in enumerate(states_of) if run is not None}
+        homes = {block: self._run_of(block) for block in range(self.num_blocks)}
+        findable = {block: (run.hashed, self._places[block]) for block, run in homes.items() if run is not None}
         indexed = {
             block: (hashed, place) for hashed, run in self._index.items() for place, block in enumerate(run.blocks)
         }

@@ -125,7 +125,8 @@ class OutputLengths:
     def _take_in_ended(self) -> None:
         if not self._ended:
             return
-        classes, num_tokens, is_cut = (np.array(column) for column in zip(*self._ended, strict=True))
+        classes, num_tokens, cut = np.array(self._ended, np.int64).T
+        is_cut = cut != 0
         self._ended.clear()
         self._entered += _passed(classes, num_tokens, len(self._entered))
         classes, num_tokens = classes[~is_cut], num_tokens[~is_cut]
