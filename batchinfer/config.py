@@ -80,7 +80,8 @@ class InputConfig:
     length_class_column: str | None = option(
         None,
         "Column whose values tell rows with answers of unlike lengths apart, as a task does: how long answers become "
-        "is learnt for each value (the first 63, and all others together), not by lengths of prompts and max_tokens.",
+        "is learnt for each value (the first 63, all others together, and all rows without one), not by lengths of "
+        "prompts and max_tokens.",
         metavar="COLUMN",
     )
     limit: int | None = option(None, "Answer the first N rows only.", metavar="N", affects_answers=True)

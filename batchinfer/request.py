@@ -15,6 +15,7 @@ from batchinfer.option_field import require
 FinishReason = Literal["stop", "length", "error"]
 GREEDY_EPSILON = 1e-3  # temperatures below this are greedy: dividing logits by them overflows
 MAX_LENGTH_GROUPS = 63  # whose answers' lengths are learnt apart
+NO_VALUE = ""  # the length_group of rows that have no value where others have one; it is none of the 63
 MAX_N = 16384  # as in vLLM; a typing error in a row must not fill the memory with requests
 
 

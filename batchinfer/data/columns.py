@@ -8,6 +8,8 @@ import pyarrow as pa
 
 from batchinfer.data.jsonl_schema import is_json_text
 
+_NOT_REPRESENTABLE = (OverflowError, ValueError, pa.ArrowException)
+
 
 def column_values(batch: pa.RecordBatch, name: str) -> list[Any] | None:
     """The column's values, one a row; None where the batch has no such column."""
@@ -18,6 +20,22 @@ def column_values(batch: pa.RecordBatch, name: str) -> list[Any] | None:
     if is_json_text(batch.schema.field(index)):
         return [None if value is None else json.loads(value) for value in values]
     return values
+
+
+def representable_values(batch: pa.RecordBatch, name: str) -> list[Any] | None:
+    """The same, with None for values that Python cannot represent: a date beyond the year 9999, text that is not UTF-8,
+    a time in an unknown zone."""
+    try:
+        return column_values(batch, name)
+    except _NOT_REPRESENTABLE:
+        return [_representable(batch.slice(row, 1), name) for row in range(batch.num_rows)]
+
+
+def _representable(row: pa.RecordBatch, name: str) -> Any:
+    try:
+        return (column_values(row, name) or [None])[0]
+    except _NOT_REPRESENTABLE:
+        return None
 
 
 def is_missing(value: object) -> bool:

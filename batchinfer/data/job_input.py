@@ -63,7 +63,7 @@ class JobInput:
         rows = RowMap([shard.num_rows for shard in shard_set.shards], selection)
         report(f"input: {_counted(rows.num_rows, shard_set)}; {source.describe()}; {param_columns.describe()}")
         if config.length_class_column is not None:
-            report(describe_groups(config.length_class_column, shard_set))
+            report(describe_groups(config.length_class_column, shard_set, config.limit))
         _check_ids(shard_set, config.unique_id, report)
         return cls(shard_set, selection, rows, source, param_columns, config.length_class_column)
 

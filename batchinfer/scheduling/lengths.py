@@ -7,13 +7,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from batchinfer.request import MAX_LENGTH_GROUPS, Request
+from batchinfer.request import MAX_LENGTH_GROUPS, NO_VALUE, Request
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _EXACT = 0  # the class of requests that nothing but max_tokens ends
-_MAX_CLASSES = MAX_LENGTH_GROUPS + 1  # the last is of all that come when the others are taken
+_NO_VALUE = 1  # of all that are of group NO_VALUE
+_FIRST_LEARNT = 2
+_MAX_CLASSES = _FIRST_LEARNT + MAX_LENGTH_GROUPS  # is of all that come when the others are taken
 _PRIOR_MEAN_TOKENS = 4096.0  # where nothing has ended yet, and more is allowed
 _PRIOR_SEQUENCES = 4.0  # how many finished requests the prior counts for, and all requests for those of one class
 _TRUSTED_SHARE = 0.9  # of the answers, that are as long as an earlier run told
@@ -53,7 +55,7 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._classes: dict[tuple[int, int] | str, int] = {}
-        self._endings = np.zeros((_MAX_CLASSES + 2, len(_WIDTHS)))
+        self._endings = np.zeros((_MAX_CLASSES + 1, len(_WIDTHS)))
         self._entered = np.zeros_like(self._endings)  # finished answers that came so far
         self._ended: list[tuple[int, int, bool]] = []  # of add(), not yet in both
         self._num_told = self._num_as_told = self._num_beyond = 0  # answers that have ended
@@ -74,10 +76,12 @@ class OutputLengths:
     def class_of(self, request: Request) -> int:
         if request.params.never_stops:
             return _EXACT
+        if request.length_group == NO_VALUE:
+            return _NO_VALUE
         alike = request.num_prompt_tokens.bit_length(), request.max_tokens.bit_length()
         key = alike if request.length_group is None else request.length_group
         if len(self._classes) < MAX_LENGTH_GROUPS:
-            self._classes.setdefault(key, len(self._classes) + 1)
+            self._classes.setdefault(key, _FIRST_LEARNT + len(self._classes))
         return self._classes.get(key, _MAX_CLASSES)
 
     @property
@@ -103,7 +107,7 @@ class OutputLengths:
     def update(self, classes: IntArray, num_tokens: IntArray) -> None:
         """Works out the curves. classes, num_tokens: of the answers that run, so far."""
         self._take_in_ended()
-        num_curves = len(self._classes) + 2  # the last is that of all classes yet to come
+        num_curves = _FIRST_LEARNT + len(self._classes) + 1  # the last is that of all classes yet to come
         entered = self._entered[:num_curves] + _passed(classes, num_tokens, num_curves)
         endings = self._endings[:num_curves]
         of_all = entered[1:].sum(0)

@@ -104,10 +104,10 @@ def test_the_plan_tells_rows_apart_as_a_run_does(
     rows = [{"prompt": "abc", "task": task} for task in ("sum", None, "list")]
     options = ("--input", write_jsonl(tmp_path / "rows.jsonl", rows), "--max-tokens", 5)
     plan(model, tmp_path, *options, "--length-class-column", "task")
-    assert set(seen) == {"sum", None, "list"}
+    assert set(seen) == {"sum", "", "list"}
     seen.clear()
     assert call(tiny_model, *options, "--output", tmp_path / "with", "--length-class-column", "task") == 0
-    assert set(seen) == {"sum", None, "list"}
+    assert set(seen) == {"sum", "", "list"}
     seen.clear()
     assert call(tiny_model, *options, "--output", tmp_path / "without") == 0
     assert set(seen) == {None}
@@ -304,8 +304,10 @@ def test_peaks_of_other_threads_are_measured_anew(model: Path, tmp_path: Path, m
     monkeypatch.setattr("batchinfer.executors.device_profile._COPY_BYTES", 1 << 20)
     source = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "abc"}])
     before = torch.get_num_threads()
-    found = plan(model, tmp_path, "--input", source, "--max-tokens", 5, "--ignore-eos", "--threads", 2)
-    torch.set_num_threads(before)
+    try:
+        found = plan(model, tmp_path, "--input", source, "--max-tokens", 5, "--ignore-eos", "--threads", 2)
+    finally:
+        torch.set_num_threads(before)
     assert found["time"]["measured_on"].partition(" threads, ")[0].endswith(", fp32, 2")
 
 

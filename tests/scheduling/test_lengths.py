@@ -101,7 +101,7 @@ def test_classes_differ_by_prompt_and_limit_and_lean_on_all() -> None:
 def test_the_number_of_classes_is_bounded() -> None:
     lengths = OutputLengths()
     classes = {lengths.class_of(request(2**limit, 2**prompt)) for limit in range(12) for prompt in range(12)}
-    assert max(classes) == 64
+    assert max(classes) == 65  # 0 is of exact lengths, 1 of rows without a value
     assert lengths.expected([request(2**11, 2**11)])[0] > 0
 
 
@@ -184,6 +184,20 @@ def test_groups_beyond_the_most_are_one() -> None:
     assert len(set(classes[63:])) == 1
     assert classes[63] not in classes[:63]
     assert [lengths.class_of(request(100, group=f"task {i}")) for i in range(100)] == classes
+
+
+def test_rows_without_a_value_are_one_class_beside_the_most() -> None:
+    lengths = OutputLengths()
+    without = [lengths.class_of(request(limit, prompt, group="")) for limit in (9, 900) for prompt in (3, 300)]
+    classes = [lengths.class_of(request(100, group=f"task {i}")) for i in range(64)]
+    assert len(set(without)) == 1
+    assert len({without[0], *classes}) == 65
+    for _ in range(200):
+        lengths.add(without[0], 300, is_cut=False)
+        lengths.add(classes[0], 10, is_cut=False)
+    lengths.update(NONE, NONE)
+    expected = lengths.expected([request(1000, 7, group=""), request(1000, 7, group="task 0")]).tolist()
+    assert expected == [pytest.approx((200 * mean + 4 * 155) / 204, rel=0.1) for mean in (300, 10)]
 
 
 def test_what_groups_beyond_the_most_show_is_learnt_together() -> None:
