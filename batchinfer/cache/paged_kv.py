@@ -64,11 +64,27 @@ class PagedKVCache:
         """As `key_scale`."""
         return self._value_scales.get(layer)
 
+    def largest_stored(self, layer: int, slots: Tensor) -> Tensor:
+        """float32 [n], not finite where a number, or a scale, is not that the layer holds in a slot: the largest
+        magnitude there, not scaled. slots: int64 [n], block * block_size + offset."""
+        places = (slots // self.spec.block_size, slice(None), slots % self.spec.block_size)
+        found = [_taken(numbers, places).abs().amax((1, 2)) for numbers in (self.key(layer), self.value(layer))]
+        scales = (self.key_scale(layer), self.value_scale(layer))
+        found += [scale[places].abs().amax(1) for scale in scales if scale is not None]
+        return torch.stack(found).amax(0)
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales in all layers."""
         scales = (*self._key_scales.values(), *self._value_scales.values())
         return sum(t.nbytes for t in (*self._keys, *self._values, *scales))
+
+
+def _taken(numbers: Tensor, places: tuple[Tensor | slice, ...]) -> Tensor:
+    """float32 numbers[places], of any storage dtype: torch indexes bytes, but not all kinds of floats."""
+    is_byte = numbers.dtype.itemsize == 1
+    taken = numbers.view(torch.uint8)[places].view(numbers.dtype) if is_byte else numbers[places]
+    return taken.to(torch.float32)
 
 
 def _in_host_memory(

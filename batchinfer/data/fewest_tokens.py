@@ -2,7 +2,7 @@
 tokenizer. Called by the pipeline, to ask for the cache's memory early."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +12,8 @@ from batchinfer.request import SamplingParams
 
 _SAMPLE_ROWS = 64
 _TOKEN_CHARACTERS = 4  # of most texts, or fewer
-# What no token reaches beyond, in most vocabularies: a chat's mark, a word, a digit, a run of other signs or of spaces.
-_PIECE = re.compile(r"<\|\w+\|>| ?[^\W\d_]+|\d| ?(?:_|[^\s\w])+|\s+")
-_SHARED_CHARACTERS = 5  # of a token that counts as shared: of few texts more
+# More or less as tokenizers cut a text before they code it: a chat's mark, a word, digits, other signs, spaces.
+_PIECE = re.compile(r"<\|\w+\|>| ?[^\W\d_]+|\d{1,3}| ?(?:_|[^\s\w])+|\s+")
 _SURE_OUTPUT = 64  # tokens of an answer that may end by itself
 _MOST_IDS = 1 << 31  # a vocabulary that no row's token ids are beyond
 
@@ -34,10 +33,17 @@ def fewest_tokens(job: JobInput, defaults: SamplingParams, block_size: int | Non
             if isinstance(own, SamplingParams):
                 prompts.append(_flat(value))
                 answers.append(_answer_tokens(own))
-    tokens = _num_tokens(prompts) + sum(answers)
+    measure = _measure(prompts)
+    total = sum(answers) + sum(map(measure, prompts))
     if block_size is not None:
-        tokens -= sum(shared // block_size * block_size for shared in _shared_tokens(prompts))
-    return tokens / max(1, len(prompts))
+        beginnings = map(measure, _shared_beginnings(prompts))
+        total -= block_size * sum(_whole_blocks(tokens, block_size) for tokens in beginnings)
+    return total / max(1, len(prompts))
+
+
+def _whole_blocks(tokens: float, block_size: int) -> int:
+    """Of a guess that may be half a block too high."""
+    return max(0, int(tokens - block_size / 2) // block_size)
 
 
 def _answer_tokens(params: SamplingParams) -> int:
@@ -56,24 +62,33 @@ def _flat(value: Any) -> Prompt:
     return "".join(part for part in map(_flat, parts) if isinstance(part, str))
 
 
-def _num_tokens(prompts: Sequence[Prompt]) -> int:
+def _measure(prompts: Sequence[Prompt]) -> Callable[[Prompt], float]:
+    """What counts a prompt's tokens: of texts the pieces where they all have more of them than their characters
+    tell."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    by_characters = sum(map(len, texts)) // _TOKEN_CHARACTERS
-    by_pieces = sum(1 for text in texts for _ in _PIECE.finditer(text))
-    return max(by_characters, by_pieces) + sum(len(prompt) for prompt in prompts if isinstance(prompt, list))
+    has_many_pieces = sum(map(_num_pieces, texts)) > sum(map(len, texts)) / _TOKEN_CHARACTERS
+
+    def num_tokens(prompt: Prompt) -> float:
+        if not isinstance(prompt, str):
+            return len(prompt)
+        return _num_pieces(prompt) if has_many_pieces else len(prompt) / _TOKEN_CHARACTERS
+
+    return num_tokens
+
+
+def _num_pieces(text: str) -> int:
+    return sum(1 for _ in _PIECE.finditer(text))
+
+
+def _shared_beginnings(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
+    """With what each prompt begins like another: sorted, like ones are neighbours."""
+    for kind in (str, list):
+        alike = sorted(prompt for prompt in prompts if isinstance(prompt, kind))
+        common = [0, *(_num_common(*pair) for pair in pairwise(alike)), 0]
+        for prompt, lengths in zip(alike, pairwise(common), strict=False):
+            yield prompt[: max(lengths)]
 
 
 def _num_common(a: Prompt, b: Prompt) -> int:
     """Characters or tokens with which both begin."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _shared_tokens(prompts: Sequence[Prompt]) -> list[int]:
-    """With how many of its first tokens each prompt begins like another, at least: sorted, like ones are neighbours."""
-    shared = []
-    for kind in (str, list):
-        alike = sorted(prompt for prompt in prompts if isinstance(prompt, kind))
-        common = [0, *(_num_common(*pair) for pair in pairwise(alike)), 0]
-        characters = _SHARED_CHARACTERS if kind is str else 1
-        shared += [max(common[i : i + 2]) // characters for i in range(len(alike))]
-    return shared

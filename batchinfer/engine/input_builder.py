@@ -72,7 +72,7 @@ def wanted_tokens(
     key_stacks: KeyStacks | None = None,
 ) -> WantedTokens | None:
     """samples: the sequences whose last token is wanted; scores: those whose tokens all are. None where that is the
-    whole batch."""
+    whole batch. What sequences attend to together is not looked for again: it would save one layer a part."""
     stops = inputs.cu_seqlens_q[1:]
     counts = np.where(scores, np.diff(inputs.cu_seqlens_q), samples)
     if counts.sum() == len(inputs.token_ids):

@@ -21,8 +21,8 @@ class Model(Protocol):
         """Hidden states after the last norm [num_tokens, hidden_size]; the batch's keys and values go to the cache.
         prompt_lens: the batch's, for rotary embeddings whose frequencies depend on the prompt's length.
 
-        Rows of tokens that batch.wanted leaves out are finite where all is that others may read of the token, and mean
-        nothing else.
+        Rows of tokens that batch.wanted leaves out only tell, by being finite, that all numbers are that others may
+        read of the token.
 
         Rows that fill up a captured step have a slot_mapping of -1 and a seq_len of 0: nothing of the cache is read or
         written for them, and their hidden states mean nothing."""

@@ -114,46 +114,63 @@ class Decoder:
         """Hidden states after the final norm, [num_tokens, hidden_size], and the batch's keys and values in the cache.
 
         Of tokens that the batch does not want, nothing in the last layer is needed but keys and values. Nothing else is
-        computed of them there, and their rows mean only this: they are finite where what the token left in the cache,
-        and so to others, is.
+        computed of them there, and their rows only tell whether all numbers are finite that the token left in the
+        cache, where others may read them.
 
         prompt_lens: int32 [num_seqs]; matters only to rotary embeddings with a `length_threshold` and to sequences
         above it. As in transformers' generate, a prompt's tokens then take the frequencies of the whole prompt's length
         and a later token those of the length it makes, whatever the chunks. None: seq_lens stands for the prompts'
         lengths, which is the same unless such a prompt is computed in several chunks. observe: is called in each layer.
         """
-        rotation, offsets = self._rotation(batch, prompt_lens), self._key_offsets
-        if offsets is not None:
-            offsets.cover(batch.block_table.shape[1] * cache.spec.block_size)
+        rotation = self._rotation(batch, prompt_lens)
+        if self._key_offsets is not None:
+            self._key_offsets.cover(batch.block_table.shape[1] * cache.spec.block_size)
         residual = self._embedding.rows(batch.token_ids)
         hidden = rms_norm(residual, self._layers[0].input_norm, self.spec.rms_norm_eps)
-        for index, layer in enumerate(self._layers):
-            known: KnownKeys = offsets.tables(index) if offsets and cache.spec.has_scales(index) else (None, None)
-            heads = layer.attention.project(hidden)
-            q = layer.attention.store(heads, batch, rotation, cache, known)
-            if observe is not None:
-                observe(index, q)
-            if index + 1 < len(self._layers):
-                hidden, residual = self._after_store(index, q, residual, batch, cache, known)
+        last = len(self._layers) - 1
+        for layer in range(last):
+            q = self._store_keys(layer, hidden, batch, rotation, cache, observe)
+            hidden, residual = self._after_keys(layer, q, residual, batch, cache)
+        q = self._store_keys(last, hidden, batch, rotation, cache, observe)
         if batch.wanted is None:
-            return self._after_store(index, q, residual, batch, cache, known)[0]
-        wanted = batch.wanted.tokens
-        states = residual + heads.flatten(1).abs().amax(-1, keepdim=True) * 0  # finite where both are
+            return self._after_keys(last, q, residual, batch, cache)[0]
+        wanted, stored = batch.wanted.tokens, cache.largest_stored(last, batch.slot_mapping)
+        states = residual + (stored * 0).to(residual.dtype)[:, None]  # finite where both are
         if len(wanted):
-            states[wanted], _ = self._after_store(index, q[wanted], residual[wanted], batch.wanted, cache, known)
+            states[wanted], _ = self._after_keys(last, q[wanted], residual[wanted], batch.wanted, cache)
         return states
 
-    def _after_store(
-        self, index: int, q: Tensor, residual: Tensor, contexts: Contexts, cache: PagedKVCache, known: KnownKeys
+    def _store_keys(
+        self,
+        layer: int,
+        hidden: Tensor,
+        batch: Batch,
+        rotation: StepRotation,
+        cache: PagedKVCache,
+        observe: ObserveQueries | None,
+    ) -> Tensor:
+        """Puts a layer's keys and values into the cache; returns its queries."""
+        attention = self._layers[layer].attention
+        q = attention.store(attention.project(hidden), batch, rotation, cache, self._known_keys(layer, cache))
+        if observe is not None:
+            observe(layer, q)
+        return q
+
+    def _after_keys(
+        self, layer: int, q: Tensor, residual: Tensor, contexts: Contexts, cache: PagedKVCache
     ) -> tuple[Tensor, Tensor]:
         """What follows in a layer once keys and values are stored, for all tokens of a batch or those it wants: the
         next norm's result, and the residual."""
-        layer, eps = self._layers[index], self.spec.rms_norm_eps
-        is_last = index + 1 == len(self._layers)
-        attended = layer.attention.attend(q, contexts, cache, known)
-        hidden, residual = add_rms_norm(attended, residual, layer.post_attention_norm, eps)
-        next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
-        return add_rms_norm(layer.mlp(hidden), residual, next_norm, eps)
+        own, eps = self._layers[layer], self.spec.rms_norm_eps
+        attended = own.attention.attend(q, contexts, cache, self._known_keys(layer, cache))
+        hidden, residual = add_rms_norm(attended, residual, own.post_attention_norm, eps)
+        is_last = layer + 1 == len(self._layers)
+        next_norm = self._final_norm if is_last else self._layers[layer + 1].input_norm
+        return add_rms_norm(own.mlp(hidden), residual, next_norm, eps)
+
+    def _known_keys(self, layer: int, cache: PagedKVCache) -> KnownKeys:
+        offsets = self._key_offsets
+        return offsets.tables(layer) if offsets and cache.spec.has_scales(layer) else (None, None)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, scratch: Tensor | None = None) -> Tensor:

@@ -54,7 +54,7 @@ def test_what_rows_begin_with_is_held_once_unless_nothing_is_shared(monkeypatch,
     pq.write_table(pa.table({"prompt": ["x" * 98 + f"{i:02d}" for i in range(40)]}), tmp_path / "rows.parquet")
     config = JobConfig.from_options({"input": (str(tmp_path / "rows.parquet"),)})
     job = JobInput.read(config.input, 0, lambda line: None)
-    shared = 99 // 5 // 4 * 4  # characters that two rows have in common, in tokens, in blocks
+    shared = 5 * 4  # of 24.75 tokens in common, less half a block, whole blocks
     most = (1 << 20) // (4 * 2 * 2 * 2 * 8 * 4)
     reserved = min(most, 10 * 64 // 4)
     assert asked(monkeypatch, files, job, 40, max_num_seqs=10) == (10 * (25 + 12 - shared) // 4, reserved)

@@ -121,13 +121,39 @@ def test_a_token_that_breaks_shows_in_its_row_though_it_is_not_wanted(tmp_path):
     assert is_finite[~own & ~third].all()
 
 
-@pytest.mark.parametrize("part", ["q", "k", "v"])
-def test_keys_that_break_in_the_last_layer_show_in_each_row(tmp_path, part):
-    """The states before it are finite; float16 turns products above 65,504 into infinities."""
-    model = make_hf_model("llama")
+def stored_numbers(cache, layer, slots):
+    """float32 [num_tokens, numbers and scales] that a layer holds of tokens."""
+    found = []
+    for token in slots.tolist():
+        block, place = divmod(token, BLOCK_SIZE)
+        both = [read(cache, layer) for read in (PagedKVCache.key, PagedKVCache.value)]
+        scales = [read(cache, layer) for read in (PagedKVCache.key_scale, PagedKVCache.value_scale)]
+        rows = [numbers[block, :, place].float().flatten() for numbers in both]
+        found.append(torch.cat([*rows, *(scale[block, :, place] for scale in scales if scale is not None)]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("fp16", "auto"), ("bf16", "fp16"), ("fp16", "fp8_e5m2")])
+def test_numbers_that_break_in_the_last_layer_show_in_the_rows_that_hold_them(tmp_path, part, dtype, kv_dtype):
+    """The states before it are finite. In float16 some products overflow, and some keys only as they are rotated."""
+    model = make_hf_model("llama", hidden_size=96, head_dim=16)
     with torch.no_grad():
-        weight = getattr(model.model.layers[-1].self_attn, f"{part}_proj").weight
-        weight.copy_(6e4 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).sign())
-    decoder = load_decoder(save(model, tmp_path), "fp16")
-    states, _ = passes(decoder, make_cache(decoder), last_chunks(), NONE, NONE)
-    assert not states.isfinite().all(-1).any()
+        getattr(model.model.layers[-1].self_attn, f"{part}_proj").weight.mul_(3e5)
+    decoder = load_decoder(save(model, tmp_path), dtype)
+    cache, last = make_cache(decoder, kv_dtype), last_chunks()
+    states, _ = passes(decoder, cache, last, NONE, NONE)
+    held = stored_numbers(cache, decoder.spec.num_layers - 1, torch.from_numpy(last.slot_mapping))
+    is_held_finite = held.isfinite().all(-1)
+    assert torch.equal(states.isfinite().all(-1), is_held_finite)
+    assert not is_held_finite.all()
+
+
+def test_what_follows_a_broken_token_in_its_sequence_is_broken_too(tmp_path):
+    model = make_hf_model("llama")
+    last = last_chunks()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[last.token_ids[8]] = float("nan")
+    decoder = load_decoder(save(model, tmp_path), "fp32")
+    states, _ = passes(decoder, make_cache(decoder), last, [True] * 5, NONE)
+    assert not states[8:20].isfinite().all(-1).any()
