@@ -13,10 +13,15 @@ IntArray = npt.NDArray[np.int64]
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-def known_tokens(sequence: Sequence) -> npt.NDArray[np.int32]:
-    """The prompt and the confirmed output."""
-    prompt, output = sequence.request.prompt_token_ids, sequence.output_token_ids
-    return np.concatenate([prompt, np.array(output, np.int32)]) if output else prompt
+def known_tokens(sequence: Sequence, start: int, stop: int) -> npt.NDArray[np.int32]:
+    """Tokens [start, stop) of the prompt and the confirmed output; a view of the prompt where it has them all."""
+    prompt = sequence.request.prompt_token_ids
+    num_prompt_tokens = len(prompt)
+    if stop <= num_prompt_tokens:
+        return prompt[start:stop]
+    output = sequence.output_token_ids[max(0, start - num_prompt_tokens) : stop - num_prompt_tokens]
+    answer = np.fromiter(output, np.int32, len(output))
+    return answer if start >= num_prompt_tokens else np.concatenate([prompt[start:], answer])
 
 
 class Start(NamedTuple):
@@ -45,7 +50,6 @@ class RunningTable:
         self.sequences = np.full(max_num_seqs, None, np.object_)  # each a Sequence or None
         self.outputs = np.full(max_num_seqs, None, np.object_)  # the lists of their confirmed tokens
         self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self.tokens = np.zeros((max_num_seqs, 0), np.int32)  # of prompts and answers, as far as they are known
         self.known = np.zeros(max_num_seqs, np.int64)  # prompt and confirmed tokens
         self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
         self.computed = np.zeros(max_num_seqs, np.int64)  # tokens whose KV is written, steps in flight included
@@ -62,7 +66,9 @@ class RunningTable:
         self.num_registered = np.zeros(max_num_seqs, np.int64)  # leading blocks known to the prefix index
         self.last_step = np.full(max_num_seqs, -1, np.int64)  # latest step that computes the sequence
         self.num_computed = 0  # tokens of all steps so far
-        self.num_recomputed = 0  # of them, what preemptions gave up and the prefix cache had not when it went on
+        # What preemptions gave up and the prefix cache had not when the sequence started again: counted whole at that
+        # start, where the tokens may be computed in several steps from then on.
+        self.num_recomputed = 0
         self.num_changes = 0  # sequences placed and vacated so far
         self.most_blocks = 0  # that running sequences will ever hold, if they share none
         self._num_placed = 0
@@ -99,8 +105,6 @@ class RunningTable:
         self.in_flight[slot] = 0
         self.computed[slot] = num_cached_tokens + count
         self.limit[slot] = limit = num_tokens_to_compute(sequence)
-        self._make_room_for(limit + 1)
-        self.tokens[slot, :num_tokens] = token_ids
         self.num_prompt_tokens[slot] = len(request.prompt_token_ids)
         self.length_facts[:, slot] = length_facts(sequence)
         self.level[slot] = _level(self._num_placed + 1)
@@ -116,13 +120,6 @@ class RunningTable:
         self.num_changes += 1
         self._admitted[slot] = self._come[slot] = None
         return slot
-
-    def _make_room_for(self, num_tokens: int) -> None:
-        width = self.tokens.shape[1]
-        if num_tokens > width:
-            narrow, slots = self.tokens, self.in_admission_order()
-            self.tokens = np.zeros((len(narrow), max(num_tokens, 2 * width)), np.int32)
-            self.tokens[slots, :width] = narrow[slots]
 
     def _own(self, slot: int, new: IntArray, held_alone: list[int], held_by_two: list[int]) -> None:
         """Of the cached blocks, those that more than two hold have lost their owners before."""
@@ -245,13 +242,10 @@ class RunningTable:
         self.in_flight[slots] += samples
         return samples, complete & scores_only
 
-    def confirm(self, slots: IntArray, samples: npt.NDArray[np.bool_], token_ids: npt.NDArray[np.int32]) -> None:
-        """token_ids: what has become known in each slot, one token in flight of those of which the step samples one."""
-        if not samples.all():
-            slots, token_ids = slots[samples], token_ids[samples]
-        known = self.known[slots]
-        self.tokens[slots, known] = token_ids
-        self.known[slots] = known + 1
+    def confirm(self, slots: IntArray, samples: npt.NDArray[np.bool_]) -> None:
+        """One token in flight has become known of each slot of which the step samples one."""
+        slots = slots if samples.all() else slots[samples]
+        self.known[slots] += 1
         self.in_flight[slots] -= 1
 
     def take_full_blocks(self, slot: int) -> tuple[int, int]:

@@ -75,7 +75,8 @@ class Scheduler:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        return self._table.num_recomputed  # where it says which
+        """See RunningTable.num_recomputed."""
+        return self._table.num_recomputed
 
     @property
     def has_unfinished(self) -> bool:
@@ -152,7 +153,7 @@ class Scheduler:
 
     def _try_start(self, sequence: Sequence, budget: int) -> tuple[StartedSequence, int] | None:
         """The sequence in its slot, and how many tokens it computes in this step; None where it must wait."""
-        token_ids = known_tokens(sequence)
+        token_ids = known_tokens(sequence, 0, sequence.num_confirmed_tokens)
         acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
@@ -207,7 +208,7 @@ class Scheduler:
             raise ValueError(f"step {output.step_id}: the result lacks a token that was to be sampled")
         faulty = [] if result.is_finite.all() else self._contain_faults(step, result)
         sequences, token_ids = step.take_tokens(self._table, result.token_ids)
-        self._table.confirm(step.slots, step.output.samples, result.token_ids)
+        self._table.confirm(step.slots, step.output.samples)
         self._steps.popleft()
         self._last_committed = output.step_id
         retiring, self._retiring = self._retiring, []
@@ -291,8 +292,7 @@ class Scheduler:
             return
         first, stop = self._table.take_full_blocks(slot)
         if first < stop:
-            blocks, size = self._table.block_tables[slot], self._block_size
-            tokens = self._table.tokens[slot, first * size : stop * size]
-            domain = self._table.sequence_in(slot).cache_domain
+            sequence, blocks, size = self._table.sequence_in(slot), self._table.block_tables[slot], self._block_size
+            tokens = known_tokens(sequence, first * size, stop * size)
             parent = blocks[first - 1] if first else None
-            self._pool.register(blocks[first:stop], tokens, len(tokens), domain, parent)
+            self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)

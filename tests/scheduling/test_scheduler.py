@@ -1,5 +1,7 @@
+import itertools
 import random
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from batchinfer.cache.block_pool import BlockPool
 from batchinfer.config import SchedulerConfig
 from batchinfer.request import Request
 from batchinfer.scheduler_output import SchedulerOutput, StepResult
+from batchinfer.scheduling.running_table import known_tokens
 from batchinfer.scheduling.scheduler import Scheduler
 from batchinfer.sequence import Sequence, SequenceStatus
 
@@ -259,6 +262,32 @@ def test_blocks_of_tokens_in_flight_are_shared_once_the_tokens_are_known() -> No
     scheduler.finish(sequence, "length")
     tokens = np.array([1, 2, 11, 12, 13, 14, 15, 16, 17], np.int32)
     assert len(pool.match_prefix(tokens)) == 4
+
+
+def test_running_sequences_take_no_memory_for_tokens_that_may_never_come() -> None:
+    scheduler, _ = make_scheduler(10_000, block_size=16, budget=200_000, max_num_seqs=1024)
+    for row in range(1000):
+        scheduler.add(make_sequence(row, [row] * 100, 60_000, ignore_eos=True))
+    tracemalloc.start()
+    try:
+        one_step(scheduler)
+        scheduler.add(make_sequence(1000, [1000] * 100, 61_000, ignore_eos=True))
+        one_step(scheduler)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert scheduler.num_running == 1001
+    assert most_bytes < 4 << 20  # 60,000 tokens each would be 229 MiB
+
+
+@pytest.mark.parametrize("num_output", [0, 1, 5])
+def test_known_tokens_are_those_of_prompt_and_answer(num_output: int) -> None:
+    prompt, output = [11, 12, 13, 14], [21, 22, 23, 24, 25][:num_output]
+    sequence = make_sequence(0, prompt, 9)
+    sequence.output_token_ids += output
+    for start, stop in itertools.combinations_with_replacement(range(len(prompt + output) + 1), 2):
+        tokens = known_tokens(sequence, start, stop)
+        assert (tokens.dtype, tokens.tolist()) == (np.int32, (prompt + output)[start:stop])
 
 
 def test_a_sequence_that_can_never_fit_is_refused() -> None:
