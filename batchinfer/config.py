@@ -208,7 +208,7 @@ class LimitsConfig:
 
     deadline: float | None = option(
         None,
-        "After this time (as in 90m or 2h) start no more rows, finish those that run, and exit 75.",
+        "From this time after the command's start on (90m, 2h) start no more rows, finish those that run, and exit 75.",
         kind="duration",
         metavar="TIME",
     )

@@ -43,7 +43,10 @@ Wanted = Callable[[int, int, int], npt.NDArray[np.bool_]]
 _ENDINGS = {
     Ending.INTERRUPTED: (ExitCode.INTERRUPTED, "interrupted; the same command{} carries on"),
     Ending.DEADLINE: (ExitCode.INTERRUPTED, "the deadline passed; the same command{} carries on"),
-    Ending.TOO_MANY_ERRORS: (ExitCode.TOO_MANY_ERRORS, "more rows failed than --max-errors allows"),
+    Ending.TOO_MANY_ERRORS: (
+        ExitCode.TOO_MANY_ERRORS,
+        "more rows failed than --max-errors allows; with another limit the same command{} carries on",
+    ),
 }
 
 

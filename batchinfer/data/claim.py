@@ -149,9 +149,10 @@ def _remove_leftovers(storage: Storage, layout: OutputLayout) -> None:
 def _start(storage: Storage, layout: OutputLayout, manifest: JobManifest) -> None:
     """Bind the output to the new job first; from then on a crash leaves files of the old one that are known as such."""
     storage.put(layout.job, manifest.to_json())
-    for name in (layout.mark, layout.manifest, layout.stats, layout.file):
+    for name in (layout.mark, layout.manifest, layout.stats, layout.file, layout.report):
         if name:
             storage.delete(name)
+    storage.delete_folder(layout.report_plots)
 
 
 def _sweep(storage: Storage, layout: OutputLayout, job_id: str) -> dict[str, int]:

@@ -73,6 +73,16 @@ class OutputLayout:
     def lock(self) -> str:
         return f"{self.work}/lock"
 
+    @property
+    def report(self) -> str:
+        """The page that `batchinfer report` makes of a finished job, where it is not told another place."""
+        return f"{self.file}.report.html" if self.file else "_report.html"
+
+    @property
+    def report_plots(self) -> str:
+        """As `report`, the folder of its plots."""
+        return f"{self.file}.report" if self.file else "_report"
+
     def journal(self, job_id: str) -> str:
         return f"{self.work}/journal-{job_id}"
 

@@ -28,6 +28,7 @@ def latency_histogram(theme: Theme, milliseconds: Distribution, what: str) -> "F
     _prepare(axes, is_log, f"{what} [{unit}]")
     axes.set_ylabel("rows")
     axes.set_ylim(0, counts.max() * 1.3)  # room for the labels
+    axes.yaxis.get_major_locator().set_params(integer=True)
     for place, (name, share, style) in enumerate(_PERCENTILES):
         value_ms = milliseconds.percentile(share)
         assert value_ms is not None

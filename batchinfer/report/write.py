@@ -32,13 +32,13 @@ def write_report(target: str, page: str | None = None, png_folder: str | None = 
     be no file, and BatchInferError where nothing can be written.
     """
     job = open_job(target)
-    page = page or _beside(job, "_report.html", ".report.html")
+    page = page or _beside(job, job.layout.report)
     if os.path.exists(local := os.path.expanduser(page)) and not os.path.isfile(local):
         raise UsageError(f"--output {page}: is a directory or a device; give the path of the page")
     rows = collect(iter_results(target, COLUMNS))
     peaks = known_peaks(job.stats)
     drawn = [draw(plot) for plot in plots(job.stats, rows, peaks)]
-    png_folder = png_folder or _beside(job, "_report", ".report")
+    png_folder = png_folder or _beside(job, job.layout.report_plots)
     for one in drawn:
         _put(f"{png_folder.rstrip('/')}/{one.plot.name}.png", one.png)
     _put(page, render(job, rows, drawn, peaks).encode())
@@ -54,10 +54,9 @@ def known_peaks(stats: Mapping[str, Any]) -> DevicePeaks | None:
     return load_peaks(device, dtype, threads) or load_peaks(device, dtype) or load_peaks(device)
 
 
-def _beside(job: FinishedJob, in_directory: str, suffix: str) -> str:
-    layout = job.layout
-    name = layout.file + suffix if layout.file else in_directory
-    return name if layout.root == "." else f"{layout.root.rstrip('/')}/{name}"
+def _beside(job: FinishedJob, name: str) -> str:
+    root = job.layout.root
+    return name if root == "." else f"{root.rstrip('/')}/{name}"
 
 
 def _put(path: str, data: bytes) -> None:

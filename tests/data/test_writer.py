@@ -321,7 +321,15 @@ def test_finished_job_does_nothing_and_another_is_refused(tmp_path: Path, target
     with pytest.raises(UsageError, match=r"temperature was 0\.0, now 0\.7.*--overwrite"):
         open_output(str(tmp_path / target), changed)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+    page, plots = (
+        ("out/_report.html", "out/_report") if target == "out" else (f"{target}.report.html", f"{target}.report")
+    )
+    (tmp_path / page).write_text("of the first job")
+    (tmp_path / plots).mkdir()
+    (tmp_path / plots / "batch.png").write_bytes(b"")
     with open_writer(tmp_path / target, changed, overwrite=True) as output:
+        assert not (tmp_path / page).exists()
+        assert not (tmp_path / plots).exists()
         output.add([answer(0, 0, text="new"), answer(0, 1, text="new")])
         output.finish({})
     assert completions(str(tmp_path / target)) == ["new", "new"]
