@@ -44,9 +44,9 @@ def throughput(
     from batchinfer.summary import summary_table
 
     figures = bench_throughput(options, agreement, agreement_with)
+    click.echo(summary_table(figures))
     if json_file is not None:
         json_file.write_json(figures)
-    click.echo(summary_table(figures))
 
 
 @bench.command(
@@ -69,6 +69,6 @@ def step(num_seqs: int, context: int, prefill_tokens: int, json_file: ResultFile
     except ValueError as error:
         raise UsageError(str(error)) from error
     figures = profile_steps(config, shape, say)
+    click.echo(step_table(figures))
     if json_file is not None:
         json_file.write_json(figures)
-    click.echo(step_table(figures))

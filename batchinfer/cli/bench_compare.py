@@ -68,11 +68,11 @@ def compare(
     else:
         figures = _compare(ctx, vary, repeat)
         text = comparison_table(figures)
+    click.echo(text)
     if json_file is not None:
         json_file.write_json(figures)
     if markdown is not None:
         markdown.write(text + "\n")
-    click.echo(text)
 
 
 def _compare(ctx: click.Context, vary: tuple[str, ...], rounds: int) -> Figures:

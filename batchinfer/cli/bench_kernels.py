@@ -78,10 +78,10 @@ def kernels(
     try:
         check.run()
     finally:
-        if json_file is not None:
-            json_file.write_json(check.to_json())
         for line in check.summary():
             click.echo(line)
+        if json_file is not None:
+            json_file.write_json(check.to_json())
     if check.found.num_wrong or check.found.failures:
         raise BatchInferError(
             f"{check.found.num_wrong} kernels differ from their references, {len(check.found.failures)} failures"

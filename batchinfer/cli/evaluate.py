@@ -47,6 +47,6 @@ def evaluate(json_file: ResultFile | None, **values: Any) -> None:
     from batchinfer.evaluation.table import evaluation_table
 
     figures = evaluated(make_evaluation(values), say)
+    click.echo(evaluation_table(figures))
     if json_file is not None:
         json_file.write_json(figures)
-    click.echo(evaluation_table(figures))

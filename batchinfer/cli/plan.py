@@ -37,6 +37,6 @@ def plan(
 
     request = PlanRequest(calibrate=calibrate, expected_output_tokens=expected_output_tokens)
     figures = plan_job(options, request, say)
+    click.echo(plan_table(figures))
     if json_file is not None:
         json_file.write_json(figures)
-    click.echo(plan_table(figures))
