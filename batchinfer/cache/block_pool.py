@@ -56,8 +56,8 @@ class BlockPool:
         self._hash = hash_function
         self._ref_counts = [0] * num_blocks
         self._runs: list[BlockRun | None] = [None] * num_blocks  # that have or had them
-        self._places = [0] * num_blocks  # in their runs; also of a block that is not findable because another one with
-        self._doubles: dict[int, BlockRun] = {}  # equal content is, which has a place in that one's run
+        self._doubles: dict[int, BlockRun] = {}  # runs of equal contents; of blocks that are therefore not findable
+        self._places = [0] * num_blocks  # in `_runs`, or in `_doubles`
         self._last_number = _NOTHING
         self._index: dict[int, BlockRun] = {}  # by the hash of the key
         self._next_fresh = 0
@@ -148,8 +148,7 @@ class BlockPool:
                 stop -= 1
                 continue
             last = self._places[block] + 1
-            count = min(last, stop)
-            count = count if block_ids[stop - count : stop] == run.blocks[last - count : last] else 1
+            count = run.num_together(last, block_ids, stop)
             self._free_of_run(run, last - count, last)
             stop -= count
 
@@ -164,14 +163,15 @@ class BlockPool:
         self._cached.add(run, start, left)
 
     def _free_unfindable(self, block: int) -> None:
-        self._ref_counts[block] = left = self._ref_counts[block] - 1
+        left = self._ref_counts[block] - 1
         if left < 0:
             raise ValueError(f"KV block {block} freed more often than it was taken")
+        self._ref_counts[block] = left
         self._recycled += () if left else (block,)
 
     def match_prefix(self, token_ids: npt.NDArray[np.int32], domain: str = "") -> list[int]:
-        """The blocks that hold the longest known beginning of `token_ids`, whole blocks only. Takes a reference to
-        each."""
+        """The blocks that hold the longest known beginning of `token_ids` (int32, as in `register`: their bytes are
+        compared), whole blocks only. Takes a reference to each."""
         if not self.enable_prefix_caching:
             return []
         data, found = self._bytes_of_full_blocks(token_ids), list[int]()
@@ -276,6 +276,8 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each block is in exactly one state (empty + cached + used == num_blocks) and the
         index agrees with the blocks' contents."""
+        if min(self._ref_counts) < 0:
+            raise RuntimeError(f"KV block {self._ref_counts.index(min(self._ref_counts))} has references below 0")
         states = {
             "empty": [*range(self._next_fresh, self.num_blocks), *self._recycled],
             "cached": list(self._cached),

@@ -1,5 +1,6 @@
 """A stretch of findable KV blocks whose contents follow each other. Made and changed by block_pool.py only."""
 
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 # Where a block's content hangs: on the content before it, by its number, or at a sequence's start, by the domain.
@@ -19,7 +20,7 @@ class BlockRun:
     blocks: list[int]
     data: bytes  # token ids of the blocks, and perhaps of some that it has lost
     block_bytes: int  # of data, a block
-    unused: "list[UnusedPiece]" = field(default_factory=list)
+    unused: "dict[UnusedPiece, None]" = field(default_factory=dict)  # in no order
 
     def num_common(self, place: int, data: bytes, start: int) -> int:
         """How many of the blocks from `place` on hold what `data` has from block `start` on."""
@@ -34,6 +35,15 @@ class BlockRun:
             is_equal = known[at + begin : at + end] == data[offset + begin : offset + end]
             low, high = (middle, high) if is_equal else (low, middle)
         return low
+
+    def num_together(self, last: int, block_ids: Ids[int], stop: int) -> int:
+        """How many of block_ids up to `stop`, the last of which is the block before place `last`, stand in a row here:
+        as many as there are on both sides, else 1."""
+        count = min(last, stop)
+        first, start = last - count, stop - count
+        # Ids in another order seldom begin alike; to compare all of them for each would take long.
+        alike = block_ids[start] == self.blocks[first] and block_ids[start:stop] == self.blocks[first:last]
+        return count if alike else 1
 
 
 @dataclass(slots=True, eq=False)

@@ -7,8 +7,8 @@ from batchinfer.cache.block_run import BlockRun, UnusedPiece
 
 
 class UnusedBlocks:
-    """Least recently used first. They are kept by the piece of a run, so that a long prompt that comes or goes whole
-    costs one entry."""
+    """Least recently used first. They are kept by the piece of a run, so that a long prompt costs one entry if it comes
+    or goes whole, or block by block from its end."""
 
     def __init__(self) -> None:
         self._pieces: OrderedDict[UnusedPiece, None] = OrderedDict()
@@ -23,7 +23,7 @@ class UnusedBlocks:
 
     def add(self, run: BlockRun, start: int, references: list[int]) -> None:
         """Those of the run's blocks from place `start` on that have no references left; the last ones are to go first.
-        references: of each, used up."""
+        references: of each; the list may be emptied."""
         if not any(references):
             return self._add_piece(run, start, start + len(references))
         while 0 in references:
@@ -35,10 +35,13 @@ class UnusedBlocks:
             self._add_piece(run, start + len(references), stop)
 
     def _add_piece(self, run: BlockRun, start: int, stop: int) -> None:
-        piece = UnusedPiece(run, start, stop)
-        run.unused.append(piece)
-        self._pieces[piece] = None
         self._num_blocks += stop - start
+        newest = next(reversed(self._pieces), None)
+        if newest is not None and newest.run is run and newest.start == stop:
+            newest.start = start
+            return
+        piece = UnusedPiece(run, start, stop)
+        run.unused[piece] = self._pieces[piece] = None
 
     def use(self, run: BlockRun, stop: int) -> None:
         """The run's blocks up to place `stop` are held again."""
@@ -58,14 +61,13 @@ class UnusedBlocks:
         self._num_blocks -= piece.stop - max(stop, piece.start)
         piece.stop = stop
         if stop <= piece.start:
-            del self._pieces[piece]
-            piece.run.unused.remove(piece)
+            del self._pieces[piece], piece.run.unused[piece]
 
     def take_from(self, run: BlockRun, start: int) -> list[int]:
         """Takes out the run's blocks from place `start` on; their places, the last first."""
         taken: list[int] = []
-        for piece in sorted(run.unused, key=lambda piece: -piece.start):
-            if piece.stop > start:
-                taken += range(piece.stop - 1, max(piece.start, start) - 1, -1)
-                self.shorten(piece, start)
+        pieces = [piece for piece in run.unused if piece.stop > start]
+        for piece in sorted(pieces, key=lambda piece: -piece.start):
+            taken += range(piece.stop - 1, max(piece.start, start) - 1, -1)
+            self.shorten(piece, start)
         return taken

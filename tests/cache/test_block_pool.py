@@ -48,6 +48,18 @@ def test_a_block_is_not_freed_twice() -> None:
     pool.free(blocks)
     with pytest.raises(ValueError, match="KV block 0 freed more often"):
         pool.free(blocks)
+    assert pool.ref_count(0) == 0
+    pool.check_integrity()
+
+
+def test_a_findable_block_is_not_freed_twice() -> None:
+    pool = BlockPool(3, 2)
+    blocks = fill(pool, ids(1, 2, 3, 4))
+    pool.free(blocks[1:])
+    with pytest.raises(ValueError, match="KV block 1 freed more often"):
+        pool.free(blocks)
+    assert [pool.ref_count(block) for block in blocks] == [1, 0]
+    pool.check_integrity()
 
 
 def test_the_longest_known_beginning_is_found_in_whole_blocks() -> None:
@@ -178,7 +190,10 @@ def test_integrity_check_sees_lost_and_doubled_blocks() -> None:
     doubled._recycled.extend(doubled.allocate(1))
     stale = BlockPool(4, 2)
     stale._runs[fill(stale, ids(1, 2))[0]] = None
-    for pool, message in ((lost, "1 empty|3 empty"), (doubled, "1 used"), (stale, "index disagrees")):
+    negative = BlockPool(4, 2)
+    negative._ref_counts[2] = -1
+    messages = ("1 empty|3 empty", "1 used", "index disagrees", "KV block 2 has references below 0")
+    for pool, message in zip((lost, doubled, stale, negative), messages, strict=True):
         with pytest.raises(RuntimeError, match=message):
             pool.check_integrity()
 
