@@ -37,7 +37,9 @@ class EngineStats:
     sum_batch_size: int = 0  # sequences, over steps
     peak_batch_size: int = 0
     scheduled_tokens: int = 0
-    recomputed_tokens: int = 0  # of them; their KV was given up by a preemption and was not in the prefix cache
+    # Their KV was given up by a preemption and was not in the prefix cache. Booked whole when their sequence starts
+    # again; in scheduled_tokens as steps compute them.
+    recomputed_tokens: int = 0
     sampled_tokens: int = 0  # confirmed
     scored_tokens: int = 0  # prompt tokens whose logits were computed for their log-probabilities
     context_tokens: float = 0.0  # cached tokens read, over steps and sequences; mean over layers

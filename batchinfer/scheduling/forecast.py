@@ -24,7 +24,7 @@ _RETRY_STEPS = 4  # between two looks at a sequence that had to wait, as long as
 _MOST_CANDIDATES = 32
 _RUNNING_A_CANDIDATE = 8
 _DRAW_STEPS = 4  # for which the lengths drawn for what runs serve: few sequences outlive theirs meanwhile
-_FLAGGED = 1 << 16  # numbers below this are put in order by a flag for each
+_FLAGGED = 1 << 16  # numbers below this are put in order by a flag for each: so many bytes at most
 _UPDATE_STEPS = 16  # length curves are worked out anew at least as often, for the sake of answers that run on and on
 
 

@@ -8,9 +8,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
-
-
-_SHORT = 1 << 16  # numbers below this are sorted in a few passes
+_SHORT = 1 << 16  # numbers below this have 16 bits, by which NumPy sorts in two passes
 
 
 class Usage(NamedTuple):
