@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from batchinfer.cache_directory import cache_directory
 
@@ -30,7 +30,7 @@ class DevicePeaks:
     flops_per_s: float
     measured_on: str
     date: str
-    threads: int = 0
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ def machine_name(device: str) -> str:
 
 
 def load_peaks(device: str, dtype: str | None = None, threads: int | None = None) -> DevicePeaks | None:
-    """The peaks measured last on this machine; None where there are none. device: "cpu" or "cuda". dtype: of the
-    product, as in "bf16"; None takes any. threads: with which they were measured; None takes the most."""
+    """The peaks measured on this machine with the most threads, the last of these; None where there are none. device:
+    "cpu" or "cuda". dtype: of the product, as in "bf16"; None takes any. threads: those of so many alone."""
     found = [entry for entry in _read()["peaks"] if _is_about(entry, device=device, machine=machine_name(device))]
     found = [entry for entry in found if dtype in (None, entry["dtype"]) and threads in (None, entry["threads"])]
     return _made(DevicePeaks, sorted(found, key=lambda entry: entry["threads"])[-1]) if found else None
@@ -105,8 +105,8 @@ def profile_path() -> Path:
 
 
 def _read() -> dict[str, list[dict[str, Any]]]:
-    """The file's two lists; empty ones where it is absent, of another version or damaged: it only holds measurements,
-    which can be repeated."""
+    """The well-formed entries of the file's two lists; none where it is absent or of another version, and none that are
+    damaged: it only holds measurements, which can be repeated."""
     nothing: dict[str, list[dict[str, Any]]] = {"peaks": [], "step_times": []}
     try:
         content = json.loads(profile_path().read_text(encoding="utf-8"))
@@ -114,7 +114,26 @@ def _read() -> dict[str, list[dict[str, Any]]]:
         return nothing
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         return nothing
-    return {name: content.get(name, []) for name in nothing}
+    lists = {name: found if isinstance(found := content.get(name), list) else [] for name in nothing}
+    return {name: [entry for entry in found if _is_well_formed(name, entry)] for name, found in lists.items()}
+
+
+def _is_well_formed(name: str, entry: object) -> bool:
+    """Whether it has the fields of its list, of their types, and those that tell entries apart."""
+    kind, keys = (
+        (DevicePeaks, ("device", "machine", "dtype")) if name == "peaks" else (StepTimes, ("device", "machine"))
+    )
+    types = {**dict.fromkeys(keys, str), "threads": int, **get_type_hints(kind)}
+    if not isinstance(entry, dict) or not all(_is_of(entry.get(field), types[field]) for field in types):
+        return False
+    return kind is DevicePeaks or 0 < len(entry["token_counts"]) == len(entry["tokens_s"])
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Whether a value out of JSON is of the type, one of the fields of DevicePeaks and StepTimes."""
+    if items := get_args(kind):
+        return isinstance(value, list) and all(_is_of(item, items[0]) for item in value)
+    return isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
 
 
 def _save(name: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -1,6 +1,9 @@
 """The file of a machine's measurements: what is written is found again, and only under the same circumstances."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from batchinfer.roofline import (
 
 PEAKS = DevicePeaks(20e9, 400e9, "some processor, bf16, 2 threads", "2026-01-31", 2)
 TIMES = StepTimes((1, 8), (0.01, 0.02), 1e-4, 1e-7, 1e-9, 0.05, "some processor", "2026-01-31")
+KEY = {"device": "cpu", "model": "abc", "dtype": "bf16", "threads": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -57,16 +61,15 @@ def test_peaks_are_those_of_as_many_threads() -> None:
 
 
 def test_step_times_hold_for_their_circumstances_alone() -> None:
-    key = {"device": "cpu", "model": "abc", "dtype": "bf16", "threads": 2}
-    save_step_times(key, TIMES)
+    save_step_times(KEY, TIMES)
     save_peaks("cpu", "bf16", PEAKS)  # the one list leaves the other alone
-    assert load_step_times(key) == TIMES
-    assert load_step_times({**key, "threads": 1}) is None
-    assert load_step_times({**key, "model": "abd"}) is None
-    assert timed_threads({**key, "threads": 1}) == [2]
-    save_step_times({**key, "threads": 1}, TIMES)
-    assert timed_threads({**key, "threads": 3}) == [1, 2]
-    assert timed_threads({**key, "model": "abd"}) == []
+    assert load_step_times(KEY) == TIMES
+    assert load_step_times({**KEY, "threads": 1}) is None
+    assert load_step_times({**KEY, "model": "abd"}) is None
+    assert timed_threads({**KEY, "threads": 1}) == [2]
+    save_step_times({**KEY, "threads": 1}, TIMES)
+    assert timed_threads({**KEY, "threads": 3}) == [1, 2]
+    assert timed_threads({**KEY, "model": "abd"}) == []
 
 
 def test_another_machine_with_the_same_home_directory_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +86,45 @@ def test_a_damaged_file_counts_as_none(text: str) -> None:
     assert load_peaks("cpu") is None
     save_peaks("cpu", "bf16", PEAKS)
     assert load_peaks("cpu") == PEAKS
+
+
+@pytest.mark.parametrize("name", ["peaks", "step_times"])
+@pytest.mark.parametrize("damage", [None, 7, {"threads": 1}, "text"])
+def test_a_list_that_is_none_counts_as_empty(name: str, damage: object) -> None:
+    save_peaks("cpu", "bf16", PEAKS)
+    save_step_times(KEY, TIMES)
+    damage_profile(lambda content: content.update({name: damage}))
+    assert (load_peaks("cpu"), load_step_times(KEY)) == ((None, TIMES) if name == "peaks" else (PEAKS, None))
+    save_peaks("cpu", "bf16", PEAKS)
+    save_step_times(KEY, TIMES)
+    assert (load_peaks("cpu"), load_step_times(KEY)) == (PEAKS, TIMES)
+
+
+@pytest.mark.parametrize("name", ["peaks", "step_times"])
+def test_entries_that_are_damaged_are_passed_over(name: str) -> None:
+    save_peaks("cpu", "bf16", PEAKS)
+    save_step_times(KEY, TIMES)
+
+    def damage(content: dict[str, Any]) -> None:
+        (entry,) = content[name]
+        more_threads = {**entry, "threads": 64}
+        fields = [field for field in entry if field != "model"]  # which only some need
+        content[name] += [{k: v for k, v in more_threads.items() if k != field} for field in fields]
+        content[name] += [{**more_threads, field: wrong} for field in fields for wrong in (None, True, {})]
+        content[name] += [None, 5, "text", [], {}, {**more_threads, "threads": "2"}]
+        if name == "step_times":
+            content[name] += [{**more_threads, "token_counts": counts} for counts in ([], [1], [1, "8"], [1, None])]
+
+    damage_profile(damage)
+    assert (load_peaks("cpu"), load_peaks("cpu", "bf16")) == (PEAKS, PEAKS)
+    assert load_step_times(KEY) == TIMES
+    assert timed_threads(KEY) == [2]
+
+
+def damage_profile(change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(roofline.profile_path().read_text())
+    change(content)
+    roofline.profile_path().write_text(json.dumps(content))
 
 
 def test_the_processor_has_a_name() -> None:

@@ -115,8 +115,8 @@ def _fastest(run: Callable[[], object], device: str) -> float:
 
 def calibrate(config: JobConfig, report: Callable[[str], None]) -> StepTimes:
     """Loads the model, times some steps, and keeps the fit and the device's peaks in the machine's profile, both
-    with as many threads as the options give. Raises BatchInferError as a job does, and OSError where that fails.
-    """
+    with as many threads as the options give. Raises BatchInferError as a job does, and OSError where the profile cannot
+    be written."""
     import torch
 
     device = choose_device(config.model.device, torch.cuda.is_available())

@@ -47,7 +47,7 @@ def write_report(target: str, page: str | None = None, png_folder: str | None = 
 
 def known_peaks(stats: Mapping[str, Any]) -> DevicePeaks | None:
     """Those stored for the machine that the job ran on, where it is this one: in the job's dtype with its threads,
-    else with the most, else in the dtype that was measured last."""
+    else in its dtype with the most, else in any dtype with the most."""
     device, dtype, threads = stats["device"], stats["work"]["dtype"], job_threads(stats)
     if stats["machine"] != machine_name(device):
         return None

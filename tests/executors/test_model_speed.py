@@ -15,7 +15,7 @@ from batchinfer.executors.model_speed import Counts, Roofs, Workload, measure_mo
 from batchinfer.models.step_work import StepWork
 from batchinfer.roofline import DevicePeaks
 
-H200 = DevicePeaks(4.8e12, 989e12, "datasheet", "2026-01-01")
+H200 = DevicePeaks(4.8e12, 989e12, "datasheet", "2026-01-01", 0)
 ROOFS = Roofs.of(H200, H200, "auto")
 # Llama-3.1-8B with 4-bit weights and an fp8 cache: 128 KiB a token in 16 bits, 6.98e9 parameters in the layers.
 LLAMA = StepWork(
@@ -45,7 +45,7 @@ def test_a_step_of_few_sequences_takes_as_long_as_reading_the_weights():
 @pytest.mark.parametrize(("activation_dtype", "head_rate"), [("fp8", 1e12), ("int8", 4e12)])
 def test_products_of_8_bits_have_a_roof_of_their_own(activation_dtype, head_rate):
     """fp8 leaves the head in 16 bits; attention's products are in 16 bits always."""
-    wide, narrow = (DevicePeaks(bandwidth, rate, "", "") for bandwidth, rate in ((1e12, 1e12), (9e12, 4e12)))
+    wide, narrow = (DevicePeaks(bandwidth, rate, "", "", 0) for bandwidth, rate in ((1e12, 1e12), (9e12, 4e12)))
     work = StepWork(
         weight_bytes=0,
         kv_bytes_per_token=0,
@@ -82,7 +82,7 @@ def test_integer_activations_are_held_against_integer_products(monkeypatch):
 
     def peaks(device, dtype, threads):
         asked.append((dtype, threads))
-        return DevicePeaks(1e10, {"bf16": 1e11, "int8": 3e11}[dtype], dtype, "")
+        return DevicePeaks(1e10, {"bf16": 1e11, "int8": 3e11}[dtype], dtype, "", 1)
 
     monkeypatch.setattr("batchinfer.executors.model_speed.measure_peaks", peaks)
     config = speed_config({"device": "cpu", "max_num_seqs": 2, "activation_dtype": "int8", "threads": 1})

@@ -8,7 +8,7 @@ from batchinfer.planning.step_cost import CalibratedCost, RooflineCost, step_sec
 from batchinfer.planning.step_trace import Forecast, StepTrace
 from batchinfer.roofline import DevicePeaks, StepTimes
 
-PEAKS = DevicePeaks(bytes_per_s=1e9, flops_per_s=1e12, measured_on="a device", date="2026-01-31")
+PEAKS = DevicePeaks(bytes_per_s=1e9, flops_per_s=1e12, measured_on="a device", date="2026-01-31", threads=0)
 WORK = StepWork(
     weight_bytes=120_000_000,  # 20 million of them the head's
     kv_bytes_per_token=1000,

@@ -6,7 +6,7 @@ from finished_jobs import TIMELINE, WORK, make_stats
 from batchinfer.report.roofline_shares import interval_work, run_work, shares
 from batchinfer.roofline import DevicePeaks
 
-PEAKS = DevicePeaks(bytes_per_s=20e9, flops_per_s=500e9, measured_on="a bench", date="2026-01-30")
+PEAKS = DevicePeaks(bytes_per_s=20e9, flops_per_s=500e9, measured_on="a bench", date="2026-01-30", threads=0)
 
 
 def test_work_of_a_run():
