@@ -136,6 +136,27 @@ def test_what_changes_no_answer_may_change_when_a_job_carries_on(
     assert without_times(read_rows(tmp_path / "out")) == without_times(read_rows(tmp_path / "calm"))
 
 
+@pytest.mark.parametrize(
+    ("first", "then"), [(None, "task"), ("task", "level"), ("task", None)], ids=["added", "changed", "removed"]
+)
+def test_the_column_that_tells_lengths_apart_may_change_when_a_job_carries_on(
+    tmp_path: Path,
+    tiny_model: Path,
+    job: list[object],
+    stop_midway: Callable[..., None],
+    first: str | None,
+    then: str | None,
+) -> None:
+    tasks = ("sum", "list", None)
+    write_jsonl(tmp_path / "in.jsonl", [{**row, "task": tasks[row["id"] % 3], "level": row["id"] // 4} for row in ROWS])
+    before, after = ([] if column is None else ["--length-class-column", column] for column in (first, then))
+    stop_midway(tiny_model, *job, *before)
+    assert call(tiny_model, *job, *after) == 0
+    assert json.loads((tmp_path / "out" / "_stats.json").read_text())["rows_resumed"] >= 4
+    assert call(tiny_model, *job, "--output", tmp_path / "calm") == 0
+    assert without_times(read_rows(tmp_path / "out")) == without_times(read_rows(tmp_path / "calm"))
+
+
 def test_max_model_len_stays_what_the_first_cache_made_it(
     tmp_path: Path, tiny_model: Path, job: list[object], stop_midway: Callable[..., None]
 ) -> None:

@@ -232,7 +232,6 @@ def test_page_and_plots_where_the_reader_wants_them(tmp_path):
     assert not (target / "_report.html").exists()
 
 
-@pytest.mark.usefixtures("_undrawn")
 @pytest.mark.parametrize("place", ["folder", "pipe"])
 def test_a_page_that_would_be_no_file_is_refused_before_anything_is_drawn(tmp_path, monkeypatch, place, capsys):
     """A device would be replaced."""
@@ -245,6 +244,7 @@ def test_a_page_that_would_be_no_file_is_refused_before_anything_is_drawn(tmp_pa
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     target = write_job(tmp_path, make_rows(), make_stats())
     (tmp_path / "file").write_text("")
