@@ -20,6 +20,8 @@ _LINE_STYLES = ("-", "--", "-.", ":")
 
 def latency_histogram(theme: Theme, milliseconds: Distribution, what: str) -> "Figure":
     """Rows by a time of theirs, of which there is at least one. what: names it on the axis."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, (axes,) = new_figure()
     is_log = is_wide(milliseconds)
     unit_s, unit = time_unit(milliseconds.max / 1e3)
@@ -28,7 +30,7 @@ def latency_histogram(theme: Theme, milliseconds: Distribution, what: str) -> "F
     _prepare(axes, is_log, f"{what} [{unit}]")
     axes.set_ylabel("rows")
     axes.set_ylim(0, counts.max() * 1.3)  # room for the labels
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     for place, (name, share, style) in enumerate(_PERCENTILES):
         value_ms = milliseconds.percentile(share)
         assert value_ms is not None
