@@ -1,6 +1,8 @@
 """`batchinfer bench kernels`: what it prints, and how it ends."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ pytest.importorskip("triton")
 from batchinfer.kernels.common.triton_inspect import Anatomy
 
 from batchinfer.cli.main import main
-from batchinfer.executors import kernel_gates
+from batchinfer.executors import gpu_check, kernel_gates
 from batchinfer.executors.kernel_gates import Verdict
 
 
@@ -48,6 +50,19 @@ def test_the_table_and_its_exit_code(capsys, monkeypatch, faults, code):
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["target", "sm_80", "gfx942"]
     assert ("2 kernels fail" in err) == bool(faults)
+
+
+def test_a_file_that_fails_at_the_end_loses_no_summary(capsys, monkeypatch, tmp_path):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gpu_check.GpuCheck, "run", lambda check: None)
+    monkeypatch.setattr(gpu_check.GpuCheck, "summary", lambda check: ["the", "summary"])
+    monkeypatch.setattr(os, "fsync", full)
+    assert run("--device", "cpu", "--part", "model", "--json", str(tmp_path / "f.json")) == 1
+    out, err = capsys.readouterr()
+    assert out == "the\nsummary\n"
+    assert err == f"batchinfer: error: {tmp_path / 'f.json'}: No space left on device\n"
 
 
 PART = """
