@@ -8,7 +8,7 @@ from batchinfer.cli.bench_compare import compare
 from batchinfer.cli.bench_kernels import kernels
 from batchinfer.cli.bench_model import model
 from batchinfer.cli.options import JobCommand, TitledCommand, effective_options, options_of_run
-from batchinfer.cli.results import ResultFile, json_option, say
+from batchinfer.cli.results import ResultFile, json_option, say, show
 from batchinfer.config import JobConfig
 from batchinfer.errors import UsageError
 
@@ -44,7 +44,7 @@ def throughput(
     from batchinfer.summary import summary_table
 
     figures = bench_throughput(options, agreement, agreement_with)
-    click.echo(summary_table(figures))
+    show(summary_table(figures), json_file)
     if json_file is not None:
         json_file.write_json(figures)
 
@@ -69,6 +69,6 @@ def step(num_seqs: int, context: int, prefill_tokens: int, json_file: ResultFile
     except ValueError as error:
         raise UsageError(str(error)) from error
     figures = profile_steps(config, shape, say)
-    click.echo(step_table(figures))
+    show(step_table(figures), json_file)
     if json_file is not None:
         json_file.write_json(figures)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from batchinfer.cli.options import JobCommand, effective_options
-from batchinfer.cli.results import RESULT_FILE, ResultFile, json_option, say
+from batchinfer.cli.results import RESULT_FILE, ResultFile, json_option, say, show
 from batchinfer.comparison.compare import compare as compared
 from batchinfer.comparison.table import comparison_table
 from batchinfer.comparison.variants import cross_product, parse_variations
@@ -68,7 +68,7 @@ def compare(
     else:
         figures = _compare(ctx, vary, repeat)
         text = comparison_table(figures)
-    click.echo(text)
+    show(text, json_file, markdown)
     if json_file is not None:
         json_file.write_json(figures)
     if markdown is not None:

@@ -4,7 +4,7 @@ import click
 
 from batchinfer.cli.bench_model import model_sizes
 from batchinfer.cli.options import DURATION
-from batchinfer.cli.results import ResultFile, json_option, say
+from batchinfer.cli.results import ResultFile, json_option, say, show
 from batchinfer.errors import BatchInferError, UsageError
 
 
@@ -74,12 +74,12 @@ def kernels(
         device=device,
         budget_s=budget,
     )
-    check = GpuCheck(request, click.echo, say)
+    check = GpuCheck(request, lambda line: show(line, json_file), say)
     try:
         check.run()
     finally:
         for line in check.summary():
-            click.echo(line)
+            show(line, json_file)
         if json_file is not None:
             json_file.write_json(check.to_json())
     if check.found.num_wrong or check.found.failures:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import click
 
 from batchinfer.cli.options import TitledCommand, options_of_run
-from batchinfer.cli.results import ResultFile, json_option, say
+from batchinfer.cli.results import ResultFile, json_option, say, show
 from batchinfer.errors import UsageError
 
 SHAPES = ("llama-3.1-8b", "tiny")
@@ -67,7 +67,7 @@ def model(
     loads = [Workload.parse(text) for text in workloads]
     found = []
     for figures in measure_model(shape, loads, config, seconds, say):
-        click.echo(figures_line(figures))
+        show(figures_line(figures), json_file)
         found.append(figures)
     if json_file is not None:
         json_file.write_json(found)

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from batchinfer.cli.options import TitledCommand, options_of_run
-from batchinfer.cli.results import ResultFile, json_option, say
+from batchinfer.cli.results import ResultFile, json_option, say, show
 
 _PRECISION = ("dtype", "quantization", "activation_dtype", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 _MODEL = ("model", *_PRECISION, "device", "threads", "max_num_batched_tokens", "allow_config_fields")
@@ -47,6 +47,6 @@ def evaluate(json_file: ResultFile | None, **values: Any) -> None:
     from batchinfer.evaluation.table import evaluation_table
 
     figures = evaluated(make_evaluation(values), say)
-    click.echo(evaluation_table(figures))
+    show(evaluation_table(figures), json_file)
     if json_file is not None:
         json_file.write_json(figures)

@@ -3,7 +3,7 @@
 import click
 
 from batchinfer.cli.options import JobCommand, effective_options
-from batchinfer.cli.results import ResultFile, json_option, say
+from batchinfer.cli.results import ResultFile, json_option, say, show
 
 
 @click.command(cls=JobCommand, short_help="What a job will take, without loading weights.")
@@ -37,6 +37,6 @@ def plan(
 
     request = PlanRequest(calibrate=calibrate, expected_output_tokens=expected_output_tokens)
     figures = plan_job(options, request, say)
-    click.echo(plan_table(figures))
+    show(plan_table(figures), json_file)
     if json_file is not None:
         json_file.write_json(figures)

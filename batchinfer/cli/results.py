@@ -42,6 +42,10 @@ class ResultFile:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), path)
         self._is_whole = path != "-" and self._descriptor is None and self._is_replaceable()
 
+    @property
+    def is_stdout(self) -> bool:
+        return self._path == "-" or self._descriptor == 1
+
     def _is_replaceable(self) -> bool:
         """Else it may be written as it is. Raises OSError where it may not."""
         mode = _mode(self._path)
@@ -163,3 +167,8 @@ json_option = click.option(
 def say(line: str) -> None:
     """A remark on what goes on."""
     click.echo(f"batchinfer: {line}", err=True)
+
+
+def show(text: str, *files: ResultFile | None) -> None:
+    """Prints what a person reads: on stderr where one of the files has stdout for itself."""
+    click.echo(text, err=any(file is not None and file.is_stdout for file in files))

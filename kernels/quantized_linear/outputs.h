@@ -10,7 +10,8 @@ constexpr int PANEL = 32;       // outputs in a block of a weight
 constexpr int HALF = PANEL / 2;
 
 // A weight's next block, asked for into the L2 cache in `steps` equal steps while another is multiplied. Otherwise the
-// first rows would wait for each of its numbers, and the others for none. With many rows that is not worth a thought.
+// first rows would wait for each of its numbers, and the others for none. With very many rows, where that is little, it
+// stays at the block's beginning.
 class BlockAhead {
    public:
     BlockAhead(const void* from, int64_t bytes, int64_t steps)

@@ -41,6 +41,13 @@ def test_layout_and_size(name, dtype):
     assert len(starts) == 6
 
 
+def test_a_device_s_keys_and_values_are_contiguous_as_its_kernels_read_them():
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=20, block_size=8, dtype="fp8", per_token_scales=True)
+    cache = PagedKVCache(spec, 5, "meta")
+    assert all(cache.key(layer).is_contiguous() and cache.value(layer).is_contiguous() for layer in range(2))
+    assert cache.nbytes == 5 * spec.bytes_per_block()
+
+
 def test_wide_layers_have_their_own_format_and_no_scales():
     spec = KVCacheSpec(3, 2, 20, 8, "fp8", True, wide_layers=(1,), wide_dtype="fp16")
     cache = PagedKVCache(spec, num_blocks=5)

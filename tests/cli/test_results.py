@@ -15,7 +15,7 @@ import pytest
 from tiny_jobs import write_jsonl
 
 from batchinfer.cli import main as command_line
-from batchinfer.cli.results import ResultFile
+from batchinfer.cli.results import ResultFile, show
 
 OLD = '{"of": "an earlier run"}\n'
 
@@ -229,7 +229,7 @@ def test_pipes_and_stdout_are_written_to_as_they_are(tmp_path: Path, capsys: pyt
 
 WRITER = """
 import sys
-from batchinfer.cli.results import ResultFile
+from batchinfer.cli.results import ResultFile, show
 print("table")
 file = ResultFile(sys.argv[1])
 file.write("figures\\n")
@@ -286,3 +286,13 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for a user other than root
     with pytest.raises(PermissionError):
         ResultFile(str(file))
+
+
+@pytest.mark.parametrize(
+    ("path", "is_apart"), [("-", True), ("/dev/stdout", True), ("file.json", False), (None, False)]
+)
+def test_a_table_leaves_stdout_to_the_figures_that_are_to_stand_there(tmp_path, monkeypatch, capsys, path, is_apart):
+    monkeypatch.chdir(tmp_path)
+    show("the table", None, None if path is None else ResultFile(path))
+    told = capsys.readouterr()
+    assert (told.out, told.err) == (("", "the table\n") if is_apart else ("the table\n", ""))
