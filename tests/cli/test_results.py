@@ -229,7 +229,7 @@ def test_pipes_and_stdout_are_written_to_as_they_are(tmp_path: Path, capsys: pyt
 
 WRITER = """
 import sys
-from batchinfer.cli.results import ResultFile, show
+from batchinfer.cli.results import ResultFile
 print("table")
 file = ResultFile(sys.argv[1])
 file.write("figures\\n")
