@@ -2,40 +2,47 @@
 sampling parameters."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from batchinfer.data.jsonl_schema import is_json_text
+from batchinfer.errors import first_line
 
 _NOT_REPRESENTABLE = (OverflowError, ValueError, pa.ArrowException)
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands where Python cannot represent a value: text that is not UTF-8, a date beyond the year 9999, a time in an
+    unknown zone."""
+
+    reason: str
+
+
 def column_values(batch: pa.RecordBatch, name: str) -> list[Any] | None:
-    """The column's values, one a row; None where the batch has no such column."""
+    """The column's values, one a row, Unreadable ones among them; None where the batch has no such column."""
     index = batch.schema.get_field_index(name)
     if index < 0:
         return None
-    values = batch.column(index).to_pylist()
-    if is_json_text(batch.schema.field(index)):
-        return [None if value is None else json.loads(value) for value in values]
-    return values
-
-
-def representable_values(batch: pa.RecordBatch, name: str) -> list[Any] | None:
-    """The same, with None for values that Python cannot represent: a date beyond the year 9999, text that is not UTF-8,
-    a time in an unknown zone."""
+    is_json = is_json_text(batch.schema.field(index))
     try:
-        return column_values(batch, name)
-    except _NOT_REPRESENTABLE:
-        return [_representable(batch.slice(row, 1), name) for row in range(batch.num_rows)]
+        return _read(batch.column(index), is_json)
+    except _NOT_REPRESENTABLE:  # then one after the other
+        return [_read_one(batch.column(index).slice(row, 1), is_json) for row in range(batch.num_rows)]
 
 
-def _representable(row: pa.RecordBatch, name: str) -> Any:
+def _read(column: pa.Array, is_json: bool) -> list[Any]:
+    values = column.to_pylist()
+    return [None if value is None else json.loads(value) for value in values] if is_json else values
+
+
+def _read_one(value: pa.Array, is_json: bool) -> Any:
     try:
-        return (column_values(row, name) or [None])[0]
-    except _NOT_REPRESENTABLE:
-        return None
+        return _read(value, is_json)[0]
+    except _NOT_REPRESENTABLE as error:
+        return Unreadable(first_line(error))
 
 
 def is_missing(value: object) -> bool:

@@ -3,10 +3,11 @@ read by prompts.py."""
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.columns import is_missing, representable_values
+from batchinfer.data.columns import Unreadable, column_values, is_missing
 from batchinfer.data.readers import iter_rows
 from batchinfer.data.shards import ShardSet
 from batchinfer.errors import UsageError
@@ -27,8 +28,13 @@ def require_length_column(column: str, schemas: Sequence[pa.Schema]) -> None:
 def length_groups(batch: pa.RecordBatch, column: str) -> list[str]:
     """The first characters of each row's value in words; NO_VALUE where it is null or cannot be read, or the batch has
     no such column."""
-    values = representable_values(batch, column) or [None] * batch.num_rows
-    return [NO_VALUE if is_missing(value) else sys.intern(str(value)[:_MOST_CHARACTERS]) for value in values]
+    values = column_values(batch, column) or [None] * batch.num_rows
+    return [_group(value) for value in values]
+
+
+def _group(value: Any) -> str:
+    has_none = is_missing(value) or isinstance(value, Unreadable)
+    return NO_VALUE if has_none else sys.intern(str(value)[:_MOST_CHARACTERS])
 
 
 def describe_groups(column: str, shard_set: ShardSet, limit: int | None) -> str:

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from batchinfer.config import InputConfig
-from batchinfer.data.columns import column_values
+from batchinfer.data.columns import Unreadable, column_values
 from batchinfer.data.row_template import RowTemplate
-from batchinfer.errors import UsageError
+from batchinfer.errors import ErrorCode, RowError, UsageError
 
 SourceKind = Literal["prompt", "messages", "prompt_token_ids", "template"]
 _OPTIONS: dict[SourceKind, str] = {
@@ -50,12 +50,18 @@ class PromptSource:
 
     def values(self, batch: pa.RecordBatch) -> list[Any]:
         """One value a row: the column's (None where the batch has no such column), or for a template the row's
-        columns by name."""
-        if self.template is None:
-            return column_values(batch, self.columns[0]) or [None] * batch.num_rows
+        columns by name. A RowError where one of them cannot be read."""
         columns = {name: column_values(batch, name) for name in self.columns}
         present = {name: values for name, values in columns.items() if values is not None}
-        return [{name: values[row] for name, values in present.items()} for row in range(batch.num_rows)]
+        rows = [{name: values[row] for name, values in present.items()} for row in range(batch.num_rows)]
+        return [_unreadable(row) or (row if self.template else row.get(self.columns[0])) for row in rows]
+
+
+def _unreadable(row: dict[str, Any]) -> RowError | None:
+    for name, value in row.items():
+        if isinstance(value, Unreadable):
+            return RowError(ErrorCode.BAD_PROMPT, f"column `{name}` cannot be read: {value.reason}")
+    return None
 
 
 def choose_source(config: InputConfig, *schemas: pa.Schema) -> PromptSource:

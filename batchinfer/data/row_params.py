@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.data.columns import column_values
+from batchinfer.data.columns import Unreadable, column_values
 from batchinfer.data.jsonl_schema import is_json_text
 from batchinfer.data.param_values import ROW_PARAMETERS
 from batchinfer.data.prompt_source import PromptSource
@@ -128,6 +128,8 @@ def _fits(name: str, kind: pa.DataType) -> bool:
 
 
 def _read(name: str, value: Any) -> Any:
+    if isinstance(value, Unreadable):
+        raise ValueError(f"{name} cannot be read: {value.reason}")
     try:
         return ROW_PARAMETERS[name].read(value)
     except (ValueError, OverflowError) as error:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from batchinfer.config import InputConfig
-from batchinfer.data.columns import column_values, is_missing
+from batchinfer.data.columns import Unreadable, column_values, is_missing
 from batchinfer.data.files import locate, read_option_file
 from batchinfer.data.readers import iter_rows
 from batchinfer.data.shards import Shard, discover
@@ -61,6 +61,8 @@ def _values(shards: tuple[Shard, ...], column: str, render: Callable[[Any], str]
 
 
 def _rendered(value: Any, render: Callable[[Any], str] | None, uri: str, column: str, row: int) -> str:
+    if isinstance(value, Unreadable):
+        raise UsageError(f"{uri}: column {column!r} cannot be read in row {row}: {value.reason}")
     if render is None:
         raise UsageError(f"{uri}: column {column!r} holds {type(value).__name__} in row {row}, not text")
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_tokenizers import BOS, EOS, SHIFT, ids_of
 from tiny_jobs import CONTEXT, call, read_rows, save_tiny_model, without_times, write_jsonl, write_parquet
@@ -221,3 +222,13 @@ def test_chats_sample_with_contents_as_text_and_as_parts(tmp_path: Path, tiny_mo
     rows = [json.loads(line) for line in (SAMPLE_DATA / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["id"] for row in answers] == [row["id"] for row in rows]
     assert {row["error_code"] for row in answers} == {None}
+
+
+def test_text_that_is_not_utf8_is_a_fault_of_its_row(tmp_path: Path, tiny_model: Path) -> None:
+    offsets = pa.array([0, 5, 7, 13], pa.int32()).buffers()[1]
+    prompts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"go on\xff\xfeand on"))
+    pq.write_table(pa.table({"prompt": prompts, "id": [1, 2, 3]}), tmp_path / "in.parquet")
+    assert call(tiny_model, "--input", tmp_path / "in.parquet", "--output", tmp_path / "out", "--max-tokens", 2) == 0
+    table = pq.read_table(tmp_path / "out" / "part-00000.parquet")
+    assert table["error_code"].to_pylist() == [None, "bad_prompt", None]
+    assert table["prompt"].combine_chunks().buffers()[2].to_pybytes() == b"go on\xff\xfeand on"
