@@ -81,7 +81,7 @@ class EffectiveOptions(Mapping[str, OptionValue]):
         texts: dict[Source, list[str]] = {source: [] for source in get_args(Source)}
         for member in members:
             value, source = self[member.name]
-            texts[source].append(f"{member.name}={_shown(member, value)}")
+            texts[source].append(f"{member.name}={shown(member, value)}")
         return "; ".join(f"{', '.join(found)} ({source})" for source, found in texts.items() if found)
 
     def __getitem__(self, name: str) -> OptionValue:
@@ -104,7 +104,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str | None:
     return f"did you mean {near[0]!r}?" if near else None
 
 
-def _shown(member: "Field[Any]", value: Any) -> str:
+def shown(member: "Field[Any]", value: Any) -> str:
     """A value as one would write it on the command line, in one line."""
     if value is None:
         return member.metadata["unset"]

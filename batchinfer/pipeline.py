@@ -183,6 +183,8 @@ class _Run:
         config, kept = self._config, kept or {}
         kept_len = kept.get("max_model_len")
         if kept_len is not None:
+            if config.model.max_model_len is None:
+                _say(f"--max-model-len: {kept_len:,}, as the job's first run chose; later ones keep it")
             config = replace(config, model=replace(config.model, max_model_len=kept_len))
         with self.phases.timed("kernels"):
             prepare_kernels(config, _say)
@@ -196,7 +198,10 @@ class _Run:
         except UsageError as error:
             if kept_len is None:
                 raise
-            raise UsageError(f"the job began with max_model_len = {kept_len} and keeps it, but {error}") from error
+            advice = "(another one needs another --output, or --overwrite)"
+            raise UsageError(
+                f"the job began with --max-model-len {kept_len} and keeps it, but {error} {advice}"
+            ) from error
         apart = sum(self.phases.seconds.get(name, 0) for name in ("kernels", "KV guard"))
         self.startup_s = time.monotonic() - self._start - apart
 

@@ -126,15 +126,26 @@ def _decide(
     if changes and state == "unanswered":
         return "start"
     if changes:
-        more = len(changes) - _SHOWN_CHANGES
-        shown = "; ".join(changes[:_SHOWN_CHANGES]) + (f"; and {more} more" if more > 0 else "")
-        raise UsageError(
-            f"{layout.target} belongs to another job: {shown}. Undo that to carry on, give another --output, or start "
-            "afresh with --overwrite"
-        )
+        raise UsageError(f"{layout.target} {_refusal(_as_manifest(found), now, changes, state)}")
     if state == "incomplete":
         raise UsageError(f"{layout.target} is finished but files of it are missing; start afresh with --overwrite")
     return "finished" if state == "finished" else "resume"
+
+
+def _refusal(found: JobManifest, now: JobManifest, changes: list[str], state: State) -> str:
+    """Why an output that holds answers is not touched, and what to do."""
+    more = len(changes) - _SHOWN_CHANGES
+    shown = "; ".join(changes[:_SHOWN_CHANGES]) + (f"; and {more} more" if more > 0 else "")
+    to_keep = "" if state == "finished" else "To carry that one on, run it as it was. "
+    if found.differs_in_selection_only(now):
+        return (
+            f"answers another choice of these rows: {shown}. {to_keep}For this one add --overwrite, which answers its "
+            "rows afresh in place of those (a row gets the same answer again), or give another --output"
+        )
+    return (
+        f"belongs to another job: {shown}. {to_keep}For this one give another --output, or --overwrite, which deletes "
+        "what is there"
+    )
 
 
 def _remove_leftovers(storage: Storage, layout: OutputLayout) -> None:

@@ -5,11 +5,16 @@ import json
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from batchinfer.config import iter_options
+from batchinfer.options import shown
 
 FORMAT = 1  # of the work folder: a journal of another format cannot be carried on
 _STOOD_FOR = ("input", "model")  # options that the fingerprints of shards and model stand for
+_MOST_CHARACTERS = 100  # of a value that is shown
+_SELECTION = ("limit", "sample")  # options that choose rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class JobManifest:
             raise ValueError(f"not a manifest of batchinfer: {e}") from e
 
     def changes(self, now: "JobManifest") -> list[str]:
-        """What differs in `now`, in words; empty where it is the same job."""
+        """What differs in `now`, in words, options by their flags; empty where it is the same job."""
         changes = _shard_changes(self.shards, now.shards)
         if self.format != now.format:
             changes.append(f"the work folder has format {self.format}, this version writes {now.format}")
@@ -75,8 +80,13 @@ class JobManifest:
         for name in sorted(self.options.keys() | now.options.keys()):
             was, value = self.options.get(name), now.options.get(name)
             if was != value:
-                changes.append(f"{name} was {_words(was)}, now {_words(value)}")
+                changes.append(_option_change(name, was, value))
         return changes
+
+    def differs_in_selection_only(self, now: "JobManifest") -> bool:
+        """Whether `now` is the same job but for --limit or --sample."""
+        chosen = {name: now.options.get(name) for name in _SELECTION}
+        return bool(self.changes(now)) and not replace(self, options={**self.options, **chosen}).changes(now)
 
 
 def _json_value(value: Any) -> Any:
@@ -85,8 +95,20 @@ def _json_value(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _words(value: Any) -> str:
-    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
+def _option_change(name: str, was: Any, now: Any) -> str:
+    """In words as on the command line."""
+    flag, old, new = "--" + name.replace("_", "-"), _words(name, was), _words(name, now)
+    return f"{flag} was {old}, now {new}" if old != new else f"the text of {flag} changed"  # a long one is cut
+
+
+def _words(name: str, value: Any) -> str:
+    if value is None or value in ([], ""):
+        return "not given"
+    member = next((member for _, member in iter_options() if member.name == name), None)
+    if member is None:  # an option of another version
+        return json.dumps(value, ensure_ascii=False)
+    text = shown(member, tuple(value) if isinstance(value, list) else value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
 def _shard_changes(was: Sequence[ShardRecord], now: Sequence[ShardRecord]) -> list[str]:

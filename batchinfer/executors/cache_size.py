@@ -140,7 +140,7 @@ def size_cache(
 
 def _reason(wanted_len: int | None, longest: int, capacity: int) -> str:
     if wanted_len is not None:
-        return "as asked for"
+        return "fixed beforehand"
     return "the model's" if longest <= capacity else f"what the KV cache holds; the model's is {longest:,}"
 
 

@@ -59,11 +59,31 @@ def test_model_and_options() -> None:
     now = _manifest([A], "n", temperature=0.7, stop=("é",), max_tokens=5, top_p=math.inf)
     assert was.changes(now) == [
         "the model changed",
-        'model_name was "x", now unset',
-        'stop was unset, now ["é"]',
-        "temperature was 0.0, now 0.7",
-        'top_p was unset, now "inf"',
+        '--model-name was "x", now not given',
+        "--stop was not given, now é",
+        "--temperature was 0.0, now 0.7",
+        "--top-p was not given, now inf",
     ]
+
+
+def test_options_are_said_as_on_the_command_line() -> None:
+    was = _manifest([A], output_token_ids=False, stop=["a", "b c"], template="x" * 200, rows_per_part=50_000)
+    now = _manifest([A], output_token_ids=True, stop=[], template="x" * 200 + "y", rows_per_part=5)
+    assert was.changes(now) == [
+        "--output-token-ids was off, now on",
+        "--rows-per-part was 50000, now 5",
+        '--stop was a "b c", now not given',
+        "the text of --template changed",
+    ]
+
+
+def test_another_choice_of_the_same_rows() -> None:
+    two, all_rows = _manifest([A], limit=2, temperature=0.0), _manifest([A], limit=None, temperature=0.0)
+    assert two.differs_in_selection_only(all_rows)
+    assert all_rows.differs_in_selection_only(_manifest([A], limit=None, sample=7, temperature=0.0))
+    assert not two.differs_in_selection_only(two)
+    assert not two.differs_in_selection_only(_manifest([A], limit=3, temperature=1.0))
+    assert not two.differs_in_selection_only(_manifest([A], "n", limit=None, temperature=0.0))
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,14 @@ CHANGES = [
     pytest.param(change_row, "in.jsonl) changed: content differs", id="row"),
     pytest.param(insert_row, "in.jsonl) changed: 12 rows, now 13", id="inserted"),
     pytest.param(change_model, "the model changed", id="model"),
-    pytest.param(lambda _: ["--temperature", 0.5], "temperature was 1.0, now 0.5", id="temperature"),
-    pytest.param(lambda _: ["--max-tokens", 3], "max_tokens was unset, now 3", id="max_tokens"),
-    pytest.param(lambda _: ["--stop", "x"], 'stop was unset, now ["x"]', id="stop"),
-    pytest.param(lambda _: ["--seed", 5], "seed was 0, now 5", id="seed"),
-    pytest.param(lambda _: ["--kv-cache-dtype", "fp8"], 'kv_cache_dtype was "auto", now "fp8"', id="cache"),
-    pytest.param(lambda _: ["--rows-per-part", 5], "rows_per_part was 50000, now 5", id="layout"),
-    pytest.param(lambda _: ["--limit", 5], "limit was unset, now 5", id="limit"),
-    pytest.param(lambda _: ["--output-token-ids"], "output_token_ids was false, now true", id="columns"),
+    pytest.param(lambda _: ["--temperature", 0.5], "--temperature was 1.0, now 0.5", id="temperature"),
+    pytest.param(lambda _: ["--max-tokens", 3], "--max-tokens was not given, now 3", id="max_tokens"),
+    pytest.param(lambda _: ["--stop", "x"], "--stop was not given, now x", id="stop"),
+    pytest.param(lambda _: ["--seed", 5], "--seed was 0, now 5", id="seed"),
+    pytest.param(lambda _: ["--kv-cache-dtype", "fp8"], "--kv-cache-dtype was auto, now fp8", id="cache"),
+    pytest.param(lambda _: ["--rows-per-part", 5], "--rows-per-part was 50000, now 5", id="layout"),
+    pytest.param(lambda _: ["--limit", 5], "--limit was not given, now 5", id="limit"),
+    pytest.param(lambda _: ["--output-token-ids"], "--output-token-ids was off, now on", id="columns"),
 ]
 
 
@@ -113,8 +113,10 @@ def test_a_changed_job_is_refused_by_what_changed_until_it_may_overwrite(
     capsys.readouterr()
     assert call(tiny_model, *options) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"batchinfer: error: {tmp_path / 'out'} belongs to another job: ")
+    kind = "answers another choice of these rows" if "--limit" in words else "belongs to another job"
+    assert last.startswith(f"batchinfer: error: {tmp_path / 'out'} {kind}: ")
     assert words in last
+    assert ("To carry that one on, run it as it was." in last) == (not is_finished)
     assert "--overwrite" in last
     assert snapshot(tmp_path / "out") == before
 
@@ -181,9 +183,13 @@ def test_a_cache_that_no_longer_holds_the_jobs_max_model_len_is_refused_in_one_l
     small = ["--kv-cache-memory", 32 * tiny_bytes_per_token(tiny_model)]
     assert call(tiny_model, *job, *small) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "the job began with max_model_len = 256 and keeps it" in line
-    assert "--kv-cache-memory" in line
+    assert "the job began with --max-model-len 256 and keeps it" in line
+    assert "give --kv-cache-memory" in line
+    assert line.endswith("or a lower --max-model-len (another one needs another --output, or --overwrite)")
     assert call(tiny_model, *job) == 0
+    resumed = capsys.readouterr().err
+    assert "--max-model-len: 256, as the job's first run chose; later ones keep it" in resumed
+    assert "as asked for" not in resumed
 
 
 def tiny_bytes_per_token(model: Path) -> int:

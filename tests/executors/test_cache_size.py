@@ -52,7 +52,7 @@ def test_no_more_blocks_than_the_sequences_can_fill():
     found = size(kv_cache_memory=GIB, max_num_seqs=3)
     assert (found.num_blocks, found.max_model_len, found.model_len_reason) == (3 * 512 // 16, 512, "the model's")
     found = size(kv_cache_memory=GIB, max_num_seqs=3, max_model_len=100)
-    assert (found.num_blocks, found.max_model_len, found.model_len_reason) == (3 * 7, 100, "as asked for")
+    assert (found.num_blocks, found.max_model_len, found.model_len_reason) == (3 * 7, 100, "fixed beforehand")
 
 
 @pytest.mark.parametrize(("device", "options", "share"), [
