@@ -3,10 +3,10 @@
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from statistics import median
+from statistics import mean, median
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -64,10 +64,11 @@ class StepShape:
 def profile_steps(config: JobConfig, shape: StepShape, report: Callable[[str], None]) -> dict[str, Any]:
     """Runs steps of both kinds on the model of `config`, with tokens drawn at random and no prefix cache.
 
-    Returns for `prefill` and for `decode`: num_tokens, step_ms (the median), and operations_ms by name, where `matmul`
-    has the gated activation in it where the product computes it, and `rest` is what no operation took: Python, the
-    scheduler, small tensor operations. And matmul_gflops: what the machine reaches
-    in the same run in a bf16 product of 256 x 1536 by 1536 x 576. Raises BatchInferError as a job does.
+    Returns for `prefill` and for `decode`: num_tokens, step_ms (the median), and of other steps, whose operations are
+    watched, watched_ms and operations_ms by name, which add up to it; `matmul` has the gated activation in it where the
+    product computes it, and `rest` is what no operation took: Python, the scheduler, small tensor operations, and the
+    watching. And matmul_gflops: what the machine reaches in the same run in a bf16 product of 256 x 1536 by 1536 x 576.
+    Raises BatchInferError as a job does.
     """
     most_prompts = shape.prefill_tokens // shape.context + 2  # of which a prefill step computes some
     config = replace(
@@ -131,15 +132,26 @@ class _Steps:
 
 def _profile(step: Callable[[], object], num_tokens: int) -> dict[str, Any]:
     """step_ms from steps as they are; the operations from others, as watching them costs `rest` some milliseconds."""
-    plain, watched = [], []
+    plain: list[float] = []
+    watched: list[dict[str, float]] = []
     for _ in range(_STEPS):
         plain.append(_milliseconds(step))
         with OperationTimer(_OPERATIONS) as timer:
             whole = _milliseconds(step)
         times = timer.milliseconds
         watched.append({**times, "rest": whole - sum(times.values())})
-    operations = {name: median(times[name] for times in watched) for name in watched[0]}
-    return {"num_tokens": num_tokens, "step_ms": median(plain), "operations_ms": operations}
+    operations = _typical(watched)
+    watched_ms = sum(operations.values())
+    return {"num_tokens": num_tokens, "step_ms": median(plain), "watched_ms": watched_ms, "operations_ms": operations}
+
+
+def _typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each operation's mean over the three steps in the middle by their whole time: the means of parts add up to that of
+    the whole, which medians do not. steps: an odd number."""
+    by_time = sorted(steps, key=lambda times: sum(times.values()))
+    middle = len(by_time) // 2
+    chosen = by_time[max(0, middle - 1) : middle + 2]
+    return {name: mean(times[name] for times in chosen) for name in chosen[0]}
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
@@ -200,8 +212,9 @@ def step_table(figures: Mapping[str, Any]) -> str:
 def _table_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     for kind in ("prefill", "decode"):
         step = figures[kind]
+        watched_ms = step["watched_ms"]
         yield f"{kind} step of {step['num_tokens']:,} tokens: {step['step_ms']:.1f} ms"
-        watched_ms = sum(step["operations_ms"].values())
+        yield f"  while the operations are watched: {watched_ms:.1f} ms, of which"
         for name, ms in sorted(step["operations_ms"].items(), key=lambda item: -item[1]):
-            yield f"  {name:20}{ms:9.1f} ms  {ms / watched_ms:6.1%}"
+            yield f"    {name:20}{ms:9.1f} ms  {ms / watched_ms:6.1%}"
     yield f"bf16 product of 256 x 1536 by 1536 x 576: {figures['matmul_gflops']:.0f} GFLOP/s"

@@ -58,11 +58,40 @@ def test_steps_of_a_model_are_those_asked_for(model):
         step = figures[kind]
         assert set(step["operations_ms"]) == NAMES
         assert all(ms > 0 for ms in step["operations_ms"].values())
+        assert sum(step["operations_ms"].values()) == pytest.approx(step["watched_ms"])
     assert figures["matmul_gflops"] > 0
     table = step_table(figures)
     assert "prefill step of 50 tokens" in table
     assert "decode step of 6 tokens" in table
     assert all(name in table for name in NAMES)
+
+
+def test_parts_add_up_to_the_time_of_the_steps_they_were_watched_in(monkeypatch):
+    """Plain steps take 50 ms; watched ones 70, 61, 90, 65, 63, 400 and 64 by turns: those of 64, 65 and 70 count."""
+    wholes = iter([70.0, 61.0, 90.0, 65.0, 63.0, 400.0, 64.0])
+    products = iter([30.0, 60.0, 10.0, 35.0, 60.0, 10.0, 34.0])
+    is_watched = []
+
+    class Timer:
+        def __enter__(self):
+            is_watched.append(True)
+            self.milliseconds = {"matmul": next(products)}
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(step_profile, "OperationTimer", lambda operations: Timer())
+    monkeypatch.setattr(
+        step_profile, "_milliseconds", lambda run: next(wholes) if is_watched and is_watched.pop() else 50.0
+    )
+    figures = step_profile._profile(lambda: None, 8)
+    assert figures["step_ms"] == 50.0
+    assert figures["watched_ms"] == pytest.approx((64 + 65 + 70) / 3)
+    assert figures["operations_ms"] == {"matmul": pytest.approx(33), "rest": pytest.approx((64 + 65 + 70) / 3 - 33)}
+    lines = step_table({"prefill": figures, "decode": figures, "matmul_gflops": 1.0}).splitlines()
+    assert lines[1].strip() == "while the operations are watched: 66.3 ms, of which"
+    assert [line.split()[1] for line in lines[2:4]] == ["33.3", "33.0"]
 
 
 @pytest.mark.parametrize(
