@@ -146,8 +146,8 @@ def _profile(step: Callable[[], object], num_tokens: int) -> dict[str, Any]:
 
 
 def _typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each operation's mean over the three steps in the middle by their whole time: the means of parts add up to that of
-    the whole, which medians do not. steps: an odd number."""
+    """Each operation's mean over the three steps in the middle by their whole time: the means of parts add up to that
+    of the whole, which medians do not. steps: an odd number."""
     by_time = sorted(steps, key=lambda times: sum(times.values()))
     middle = len(by_time) // 2
     chosen = by_time[max(0, middle - 1) : middle + 2]
