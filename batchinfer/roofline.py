@@ -87,11 +87,15 @@ def load_step_times(key: Mapping[str, Any]) -> StepTimes | None:
     return _made(StepTimes, found[-1]) if found else None
 
 
-def timed_threads(key: Mapping[str, Any]) -> list[int]:
-    """With how many threads steps were timed under circumstances that are otherwise those of the key."""
-    whole = {**key, "machine": machine_name(key["device"])}
-    del whole["threads"]
-    return sorted({entry["threads"] for entry in _read()["step_times"] if _is_about(entry, **whole)})
+def nearest_step_times(key: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where none were measured under these circumstances: those in which steps of the same model were timed on this
+    machine and that differ from these in the fewest fields, each as what it has in those fields. Empty where the
+    key's own were measured, or nothing of the model."""
+    same = {"device": key["device"], "machine": machine_name(key["device"]), "model": key["model"]}
+    entries = [entry for entry in _read()["step_times"] if _is_about(entry, **same) and key.keys() <= entry.keys()]
+    found = [{name: entry[name] for name, value in key.items() if entry[name] != value} for entry in entries]
+    fewest = min(map(len, found), default=0)
+    return [others for others in found if len(others) == fewest > 0]
 
 
 def save_step_times(key: Mapping[str, Any], times: StepTimes) -> None:

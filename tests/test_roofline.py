@@ -13,9 +13,9 @@ from batchinfer.roofline import (
     StepTimes,
     load_peaks,
     load_step_times,
+    nearest_step_times,
     save_peaks,
     save_step_times,
-    timed_threads,
 )
 
 PEAKS = DevicePeaks(20e9, 400e9, "some processor, bf16, 2 threads", "2026-01-31", 2)
@@ -66,10 +66,22 @@ def test_step_times_hold_for_their_circumstances_alone() -> None:
     assert load_step_times(KEY) == TIMES
     assert load_step_times({**KEY, "threads": 1}) is None
     assert load_step_times({**KEY, "model": "abd"}) is None
-    assert timed_threads({**KEY, "threads": 1}) == [2]
-    save_step_times({**KEY, "threads": 1}, TIMES)
-    assert timed_threads({**KEY, "threads": 3}) == [1, 2]
-    assert timed_threads({**KEY, "model": "abd"}) == []
+
+
+def test_the_nearest_circumstances_under_which_steps_of_the_model_were_timed() -> None:
+    bf16 = {**KEY, "kv_cache_dtype": "bf16"}
+    assert nearest_step_times(bf16) == []
+    save_step_times(bf16, TIMES)
+    assert nearest_step_times(bf16) == []
+    assert nearest_step_times({**bf16, "model": "abd"}) == []
+    fp8 = {**KEY, "threads": 1, "kv_cache_dtype": "fp8"}
+    assert nearest_step_times(fp8) == [{"threads": 2, "kv_cache_dtype": "bf16"}]
+    save_step_times({**bf16, "threads": 1}, TIMES)
+    assert nearest_step_times(fp8) == [{"kv_cache_dtype": "bf16"}]
+    save_step_times({**fp8, "threads": 4}, TIMES)
+    assert nearest_step_times(fp8) == [{"kv_cache_dtype": "bf16"}, {"threads": 4}]
+    save_step_times(fp8, TIMES)
+    assert nearest_step_times(fp8) == []
 
 
 def test_another_machine_with_the_same_home_directory_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +130,7 @@ def test_entries_that_are_damaged_are_passed_over(name: str) -> None:
     damage_profile(damage)
     assert (load_peaks("cpu"), load_peaks("cpu", "bf16")) == (PEAKS, PEAKS)
     assert load_step_times(KEY) == TIMES
-    assert timed_threads(KEY) == [2]
+    assert nearest_step_times({**KEY, "threads": 3}) == [{"threads": 2}]
 
 
 def damage_profile(change: Callable[[dict[str, Any]], object]) -> None:

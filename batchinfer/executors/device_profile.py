@@ -29,14 +29,16 @@ _MOST_TOKENS = 2048  # of a step, as --max-num-batched-tokens has it where nobod
 # Steps of whole prompts, as (tokens of the step, of each prompt); decode steps, as (sequences, tokens of each); and
 # mixed ones, as (sequences that decode, prompt tokens beside them). The most telling ones first.
 _SHAPES = (
-    *(("decode", 32, 32), ("prompts", 2048, 64), ("prompts", 1024, 1023), ("decode", 4, 512), ("prompts", 64, 63)),
+    *(("decode", 32, 32), ("prompts", 2048, 64), ("prompts", 1024, 1023), ("decode", 4, 1023), ("prompts", 64, 63)),
     *(("decode", 1, 32), ("decode", 128, 16), ("prompts", 256, 64), ("mixed", 16, 448), ("prompts", 16, 15)),
     *(("decode", 8, 32), ("prompts", 512, 32), ("decode", 64, 16), ("prompts", 256, 255), ("decode", 16, 128)),
     *(("decode", 256, 8), ("mixed", 32, 128), ("prompts", 1024, 64), ("prompts", 2048, 1023)),
 )
 _ALWAYS = 8  # shapes that are timed however long they take
-_SECONDS = 20.0  # after which no further shape is timed
-_STEPS = 5  # of a decode shape
+_SECONDS = 25.0  # after which no further shape is timed
+# Of a decode shape, fewest and most: five of 20 ms would be of one moment, and others of the machine come and go.
+_STEPS = (5, 20)
+_DECODE_SECONDS = 0.6  # after which no more than the fewest are taken
 _PROMPT_STEPS = 3  # of another one, and two where they are long
 _LONG_TOKENS = 1024
 _MIXED = (64, 64)  # tokens of each sequence that decodes, and of each prompt, in a mixed step
@@ -184,14 +186,14 @@ class _Steps:
         for _ in range(2 if num_prompts * length >= _LONG_TOKENS else _PROMPT_STEPS):
             for _ in range(num_prompts):
                 self._add(length, 1)
-            steps.append(self._timed(1))
+            steps.append(self._timed(1, 1))
         return sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
 
     def _decode(self, batch: int, context: int) -> Iterator[TimedStep]:
-        context = min(context, self._engine.max_model_len - self._steps_to_start(batch, context) - _STEPS)
+        context = min(context, self._engine.max_model_len - self._steps_to_start(batch, context) - _STEPS[1])
         if context >= 1:
-            self._start(batch, context, _STEPS)
-            yield self._timed(_STEPS)
+            self._start(batch, context, _STEPS[1])
+            yield self._timed(*_STEPS)
             self._engine.abandon()
 
     def _steps_to_start(self, batch: int, context: int) -> int:
@@ -209,16 +211,16 @@ class _Steps:
             if stats.sampled_tokens - before >= batch:
                 break
 
-    def _timed(self, count: int) -> TimedStep:
-        """The median time of so many steps, with what they did in the mean."""
-        stats, seconds = self._engine.stats, []
+    def _timed(self, fewest: int, most: int) -> TimedStep:
+        """The median time of some steps, with what they did in the mean."""
+        stats, seconds = self._engine.stats, list[float]()
         names = ("scheduled_tokens", "sampled_tokens", "context_tokens", "query_key_pairs")
         before = [getattr(stats, name) for name in names]
-        for _ in range(count):
+        while len(seconds) < fewest or (len(seconds) < most and sum(seconds) < _DECODE_SECONDS):
             start = time.perf_counter()
             self._engine.step()
             seconds.append(time.perf_counter() - start)
-        done = [(getattr(stats, name) - old) / count for name, old in zip(names, before, strict=True)]
+        done = [(getattr(stats, name) - old) / len(seconds) for name, old in zip(names, before, strict=True)]
         return TimedStep(done[0], done[1], done[2], done[3], median(seconds))
 
     def _add(self, prompt: int, outputs: int) -> None:

@@ -23,7 +23,7 @@ from batchinfer.planning.kv_forms import ATTENTION_KINDS, KV_DTYPES
 from batchinfer.planning.model_facts import ModelFacts, find_model
 from batchinfer.planning.scenario import Scenario
 from batchinfer.planning.step_trace import Forecast
-from batchinfer.roofline import DevicePeaks, load_peaks, timed_threads
+from batchinfer.roofline import DevicePeaks, load_peaks, nearest_step_times
 
 _PERCENTILES = (0, 10, 50, 90, 99, 100)
 
@@ -63,7 +63,7 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
     rows = read_rows(job, builder, config.cache.block_size, request.expected_output_tokens)
     shape = JobShape(rows, model.layers_by_window)
     peaks = find_peaks(config, model, report)
-    _tell_of_other_threads(scenario, report)
+    _tell_of_other_timings(scenario, report)
     forecast = scenario.exact(shape) or scenario.flow(shape)
     return {
         "model": {"source": model.files.source, "dtype": model.dtype, "quantization": model.method},
@@ -90,16 +90,27 @@ def find_peaks(config: JobConfig, model: ModelFacts, report: Callable[[str], Non
     return measure_peaks(model.device, model.dtype, config.model.threads)
 
 
-def _tell_of_other_threads(scenario: Scenario, report: Callable[[str], None]) -> None:
-    """Where steps were timed, but with other threads than the job will have."""
+def _tell_of_other_timings(scenario: Scenario, report: Callable[[str], None]) -> None:
+    """Where steps of the model were timed, but under other options than the job will have."""
     key = scenario.profile_key
-    found = timed_threads(key)
-    if found and key["threads"] not in found:
-        others = " and ".join(map(str, found))
+    found = nearest_step_times(key)
+    if found:
+        own = {name: key[name] for name in key if any(name in others for others in found)}
         report(
-            f"the steps of this model were timed with --threads {others}, which says nothing of --threads "
-            f"{key['threads']}: the time is the roofline's until --calibrate times them with that"
+            f"the steps of this model were timed with {' and with '.join(map(_words, found))}, which says nothing of "
+            f"{_words(own)}: the time is the roofline's until --calibrate times them with that"
         )
+
+
+def _words(circumstances: Mapping[str, Any]) -> str:
+    """Fields of a profile's key as the options that give them."""
+    return " ".join(_option("--" + name.replace("_", "-"), value) for name, value in circumstances.items())
+
+
+def _option(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag[2:]}"
+    return f"no {flag}" if value == "" else f"{flag} {value}"
 
 
 def _builder(

@@ -330,6 +330,18 @@ def test_calibration_is_kept_and_used(
     capsys.readouterr()
     assert plan(whole, tmp_path, *options, "--threads", 2)["time"]["basis"] == "roofline"
     assert "timed with --threads 1, which says nothing of --threads 2" in capsys.readouterr().err
+    assert plan(whole, tmp_path, *options, "--kv-cache-dtype", "fp8")["time"]["basis"] == "roofline"
+    words = (
+        "the steps of this model were timed with --kv-cache-dtype fp32, which says nothing of --kv-cache-dtype fp8: "
+    )
+    assert words + "the time is the roofline's until --calibrate times them with that" in capsys.readouterr().err
+    skipped = ("--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0")
+    roofline.save_step_times({**key, "kv_cache_dtype": "fp8"}, load_step_times(key))
+    plan(whole, tmp_path, *options, *skipped)
+    words = "with no --kv-cache-dtype-skip-layers, which says nothing of --kv-cache-dtype-skip-layers 0: "
+    assert words in capsys.readouterr().err
+    plan(whole, tmp_path, *options, *skipped[:2])
+    assert "says nothing of" not in capsys.readouterr().err
 
 
 def test_histogram_bins_double() -> None:
