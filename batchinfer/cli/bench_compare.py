@@ -1,6 +1,8 @@
 """`batchinfer bench compare`: the same job in several variants, side by side."""
 
+import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from batchinfer.cli.results import RESULT_FILE, ResultFile, json_option, say, sh
 from batchinfer.comparison.compare import compare as compared
 from batchinfer.comparison.table import comparison_table
 from batchinfer.comparison.variants import cross_product, parse_variations
+from batchinfer.errors import BatchInferError
 
 Figures = dict[str, Any]
 
@@ -69,10 +72,23 @@ def compare(
         figures = _compare(ctx, vary, repeat)
         text = comparison_table(figures)
     show(text, json_file, markdown)
-    if json_file is not None:
-        json_file.write_json(figures)
-    if markdown is not None:
-        markdown.write(text + "\n")
+    _write_each(((json_file, json.dumps(figures, indent=2)), (markdown, text)))
+
+
+def _write_each(texts: Iterable[tuple[ResultFile | None, str]]) -> None:
+    """Also where another file cannot be written: what was measured took minutes. Raises OSError for one that could not,
+    BatchInferError for several."""
+    failures = []
+    for file, text in texts:
+        try:
+            if file is not None:
+                file.write(text + "\n")
+        except OSError as error:
+            failures.append(error)
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise BatchInferError("; ".join(f"{error.filename}: {error.strerror}" for error in failures))
 
 
 def _compare(ctx: click.Context, vary: tuple[str, ...], rounds: int) -> Figures:

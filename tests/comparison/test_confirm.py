@@ -148,6 +148,31 @@ def test_usage_mistakes(arguments, words, capsys, tmp_path: Path, monkeypatch):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("failing", "written"), [(["f.json"], ["t.md"]), (["t.md"], ["f.json"]), (["f.json", "t.md"], [])]
+)
+def test_a_file_that_cannot_be_written_leaves_the_other_one(failing, written, tmp_path: Path, capsys, monkeypatch):
+    """Both were writable when the command began."""
+    monkeypatch.chdir(tmp_path)
+
+    def measured(*_):
+        for name in failing:
+            (tmp_path / name).mkdir()
+        return {"model": "a model", "rounds": 1, "comparisons": []}
+
+    monkeypatch.setattr(confirmation, "confirm", measured)
+    arguments = ["--confirm", "--json", "f.json", "--markdown", "t.md"]
+    assert command_line._run(["bench", "compare", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.endswith("a model; one round.\n")
+    for name in written:
+        assert "a model" in (tmp_path / name).read_text()
+    (line,) = (line for line in captured.err.splitlines() if "error: " in line)
+    assert [tmp_path.joinpath(name).as_posix() in line for name in ("f.json", "t.md")] == [
+        name in failing for name in ("f.json", "t.md")
+    ]
+
+
 @pytest.mark.slow
 def test_the_whole_set_on_a_tiny_model(model: Path, tmp_path: Path, capsys, monkeypatch):
     """Every run in this process, as what a process of its own brings is tested on one comparison elsewhere."""
