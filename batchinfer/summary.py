@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from batchinfer.distribution import Distribution
 from batchinfer.request import RequestTimes, Result
-from batchinfer.units import format_bytes, format_duration, format_ms
+from batchinfer.units import format_bytes, format_duration, format_ms, format_share
 
 if TYPE_CHECKING:
     from batchinfer.data.result_schema import Tally
 
+_COUNTS = ("rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
 _TIMES = ("queue_ms", "ttft_ms", "tbt_mean_ms", "tbt_max_ms", "latency_ms")
 
 
@@ -126,20 +127,25 @@ def _work(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_earlier_runs(stats: Mapping[str, Any], before: "Tally") -> dict[str, Any]:
-    """The figures with the counts of what earlier runs answered added."""
-    counts = ("rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens")
-    totals = {name: stats[name] + getattr(before, name) for name in counts}
+    """The figures with the counts of what earlier runs answered added. `of_all_runs` names them, `this_run` holds
+    them without; all other figures stay of this run, throughput too: its own tokens over its own time."""
     errors = Counter(stats["errors_by_code"]) + before.errors
     reasons = {name: count + before.finish_reasons[name] for name, count in stats["finish_reasons"].items()}
-    return {**stats, **totals, "finish_reasons": reasons, "errors_by_code": dict(sorted(errors.items()))}
+    totals = {
+        **{name: stats[name] + getattr(before, name) for name in _COUNTS},
+        "finish_reasons": reasons,
+        "errors_by_code": dict(sorted(errors.items())),
+    }
+    return {**stats, **totals, "of_all_runs": list(totals), "this_run": {name: stats[name] for name in totals}}
 
 
 def summary_table(stats: Mapping[str, Any], output: str | None = None) -> str:
-    """The end of a job for a person: one line a figure. `stats` is `summarise`'s; `output` is where the files are."""
-    lines = {
-        "rows": _rows_line(stats),
-        "errors": _errors_line(stats),
-        "tokens": _tokens_line(stats),
+    """The end of a job for a person: one line a figure. `stats` is `summarise`'s; `output` is where the files are. Of a
+    job that took several runs the counts of all come first, and what the last run did and took below them."""
+    lines = {"rows": _rows_line(stats), "errors": _errors_line(stats), "tokens": _tokens_line(stats)}
+    if stats["rows_resumed"]:
+        lines["this run"] = f"{stats['this_run']['rows']:,} rows, {_tokens_line(stats['this_run'])}; all below is of it"
+    lines |= {
         "throughput": f"{stats['output_tokens_per_s']:,.1f} output tokens/s, {stats['total_tokens_per_s']:,.1f} in all",
         "time": _time_line(stats),
         "TTFT": _latency_line(stats["ttft_ms"]),
@@ -161,7 +167,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def _rows_line(stats: Mapping[str, Any]) -> str:
-    resumed = f", {stats['rows_resumed']:,} of them by earlier runs" if stats["rows_resumed"] else ""
+    resumed = f", of which earlier runs answered {stats['rows_resumed']:,}" if stats["rows_resumed"] else ""
     samples = f" ({stats['completions']:,} completions)" if stats["completions"] != stats["rows"] else ""
     return f"{stats['rows']:,}{samples}{resumed}"
 
@@ -192,6 +198,6 @@ def _agreement_line(stats: Mapping[str, Any]) -> str:
 def _cache_line(stats: Mapping[str, Any]) -> str:
     blocks = stats["kv_blocks"]
     return (
-        f"{format_bytes(stats['kv_cache_bytes'])}, {blocks['peak'] / max(blocks['total'], 1):.0%} of "
+        f"{format_bytes(stats['kv_cache_bytes'])}, {format_share(blocks['peak'] / max(blocks['total'], 1))} of "
         f"{blocks['total']:,} blocks used at the peak, {stats['preemptions']:,} preemptions"
     )

@@ -62,6 +62,11 @@ def format_duration(seconds: float) -> str:
     return f"{hours}h {minutes:02d}m"
 
 
+def format_share(share: float) -> str:
+    """In whole per cent; what is less than one, but not nothing, is said to be."""
+    return "under 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
 def format_ms(milliseconds: float | None) -> str:
     """A latency; "-" where there is none."""
     return "-" if milliseconds is None else format_duration(milliseconds / 1000)

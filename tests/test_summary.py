@@ -137,7 +137,9 @@ def test_a_job_with_nothing_left_to_do():
     stats = summarise(RequestStatistics(), engine_figures(gaps=()), run_figures(busy_seconds=0.0, rows_resumed=7))
     assert stats["output_tokens_per_s"] == 0
     assert stats["tbt_ms"]["p99"] is None
-    assert "7, 7 of them by earlier runs" in summary_table({**stats, "rows": 7, "completions": 7})
+    table = summary_table(with_earlier_runs(stats, Tally(7, 7, Counter(stop=7), Counter(), 100, 10, 30)))
+    assert "7, of which earlier runs answered 7\n" in table
+    assert "\nthis run     0 rows, 0 in (0 cached), 0 out; all below is of it\n" in table
 
 
 def test_counts_of_earlier_runs_are_added(requests):
@@ -152,6 +154,31 @@ def test_counts_of_earlier_runs_are_added(requests):
     assert whole["completion_tokens"] == stats["completion_tokens"] + 30
     assert whole["ttft_ms"] == stats["ttft_ms"]
     assert "\nerrors       5 (" in summary_table(whole)
+
+
+def test_it_is_said_which_figures_are_of_all_runs_and_which_of_the_last(requests):
+    """This run: 5 rows, 60 tokens in (48 cached) and 16 out in 2 s; the earlier one 5 rows, 100 (10) and 30."""
+    stats = summarise(requests, engine_figures(), run_figures(rows_resumed=5))
+    before = Tally(5, 6, Counter(stop=4, error=2), Counter(null_prompt=2), 100, 10, 30)
+    whole = with_earlier_runs(stats, before)
+    counts = {"rows", "completions", "prompt_tokens", "cached_prompt_tokens", "completion_tokens"}
+    assert set(whole["of_all_runs"]) == set(whole["this_run"]) == counts | {"finish_reasons", "errors_by_code"}
+    assert {
+        name: whole["this_run"][name] for name in ("rows", "completions", "prompt_tokens", "completion_tokens")
+    } == {
+        "rows": 5,
+        "completions": 6,
+        "prompt_tokens": 60,
+        "completion_tokens": 16,
+    }
+    assert whole["this_run"]["finish_reasons"] == {"stop": 1, "length": 2, "error": 3}
+    assert whole["output_tokens_per_s"] == pytest.approx(whole["this_run"]["completion_tokens"] / 2.0)
+    lines = summary_table(whole).split("\n")
+    assert lines[0] == "rows         10 (12 completions), of which earlier runs answered 5"
+    assert lines[2] == "tokens       160 in (58 cached), 46 out"
+    assert lines[3] == "this run     5 rows, 60 in (48 cached), 16 out; all below is of it"
+    assert lines[4] == "throughput   8.0 output tokens/s, 38.0 in all"
+    assert "this run" not in summary_table(with_earlier_runs(stats | {"rows_resumed": 0}, Tally()))
 
 
 def test_engine_and_run_figures_are_carried(requests):

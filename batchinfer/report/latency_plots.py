@@ -31,11 +31,19 @@ def latency_histogram(theme: Theme, milliseconds: Distribution, what: str) -> "F
     axes.set_ylabel("rows")
     axes.set_ylim(0, counts.max() * 1.3)  # room for the labels
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    for place, (name, share, style) in enumerate(_PERCENTILES):
+    for place, (label, value_ms, style) in enumerate(_percentile_marks(milliseconds)):
+        _mark(axes, theme, value_ms / 1e3 / unit_s, label, style, 0.97 - 0.085 * place)
+    return figure
+
+
+def _percentile_marks(milliseconds: Distribution) -> list[tuple[str, float, str]]:
+    """(label, value in ms, line style); percentiles that read alike share one."""
+    marks: dict[str, tuple[list[str], float, str]] = {}
+    for name, share, style in _PERCENTILES:
         value_ms = milliseconds.percentile(share)
         assert value_ms is not None
-        _mark(axes, theme, value_ms / 1e3 / unit_s, f"{name} {format_ms(value_ms)}", style, 0.97 - 0.085 * place)
-    return figure
+        marks.setdefault(format_ms(value_ms), ([], value_ms, style))[0].append(name)
+    return [(f"{', '.join(names)} {text}", value_ms, style) for text, (names, value_ms, style) in marks.items()]
 
 
 def distribution_functions(theme: Theme, series: Sequence[tuple[str, Distribution]], what: str) -> "Figure":
@@ -85,5 +93,5 @@ def _mark(axes: "Axes", theme: Theme, x: float, label: str, style: str, height: 
         ha="right" if is_right else "left",
         va="center",
         color=theme.ink,
-        bbox={"boxstyle": "square,pad=0.15", "facecolor": theme.surface, "edgecolor": "none", "alpha": 0.8},
+        bbox={"boxstyle": "square,pad=0.15", "facecolor": theme.surface, "edgecolor": "none"},
     )

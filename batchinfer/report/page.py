@@ -9,7 +9,7 @@ from batchinfer.report.job_files import FinishedJob
 from batchinfer.report.roofline_page import job_threads, roofline_context
 from batchinfer.report.row_figures import RowFigures
 from batchinfer.roofline import DevicePeaks
-from batchinfer.units import format_bytes, format_duration, format_exact_bytes, format_ms
+from batchinfer.units import format_bytes, format_duration, format_exact_bytes, format_ms, format_share
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 400  # of a user's text that is shown
 _MOST_INPUTS = 3
 _FORMATS = {"size": format_exact_bytes, "duration": format_duration}  # of options' values
+_LAST_RUN = ", last run"  # of a job that took several
 _LATENCIES = {
     "ttft_ms": "Time to first token",
     "tbt_ms": "Time between tokens, each gap",
@@ -39,12 +40,14 @@ def render(job: FinishedJob, rows: RowFigures, drawn: Sequence[DrawnPlot], peaks
     """The whole page: no script, and nothing that lies elsewhere."""
     environment = _environment()
     stats = job.stats
+    times = _times(stats, rows)
+    labels = _LATENCIES | ({"tbt_ms": f"{_LATENCIES['tbt_ms']}{_LAST_RUN}"} if stats["rows_resumed"] else {})
     return environment.get_template("page.html").render(
         job=job,
         stats=stats,
         facts=_facts(job),
-        tiles=_tiles(stats),
-        latencies={label: stats[name] for name, label in _LATENCIES.items() if stats[name]["max"] is not None},
+        tiles=_tiles(stats, times),
+        latencies={label: times[name] for name, label in labels.items() if times[name]["max"] is not None},
         plots=drawn,
         errors=_errors(job, rows),
         slowest=[_row(job, row) for row in rows.slowest],
@@ -65,13 +68,13 @@ def _environment() -> "Environment":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"ms": format_ms, "clipped": _clipped, "count": _count}
+    environment.filters |= {"ms": format_ms, "clipped": _clipped, "count": _count, "rows": _rows}
     return environment
 
 
 def _facts(job: FinishedJob) -> dict[str, str]:
     stats, shards = job.stats, job.manifest.shards
-    inputs = [f"{shard.uri} ({_count(shard.num_rows)} rows)" for shard in shards[:_MOST_INPUTS]]
+    inputs = [f"{shard.uri} ({_rows(shard.num_rows)})" for shard in shards[:_MOST_INPUTS]]
     if len(shards) > _MOST_INPUTS:
         inputs.append(f"and {_count(len(shards) - _MOST_INPUTS)} more")
     device = {"cpu": "CPU", "cuda": "GPU"}.get(stats["device"], stats["device"])
@@ -86,8 +89,13 @@ def _facts(job: FinishedJob) -> dict[str, str]:
     }
 
 
-def _tiles(stats: Mapping[str, Any]) -> list[Tile]:
-    return [*_result_tiles(stats), *_speed_tiles(stats), *_machine_tiles(stats)]
+def _times(stats: Mapping[str, Any], rows: RowFigures) -> dict[str, Mapping[str, float | None]]:
+    """Mean, percentiles and maximum of _LATENCIES: of all rows, but single gaps, which only the last run knows."""
+    return {name: stats[name] if name == "tbt_ms" else rows.distributions[name].summary() for name in _LATENCIES}
+
+
+def _tiles(stats: Mapping[str, Any], times: Mapping[str, Mapping[str, float | None]]) -> list[Tile]:
+    return [*_result_tiles(stats), *_speed_tiles(stats, times), *_machine_tiles(stats)]
 
 
 def _result_tiles(stats: Mapping[str, Any]) -> list[Tile]:
@@ -104,13 +112,14 @@ def _result_tiles(stats: Mapping[str, Any]) -> list[Tile]:
     ]
 
 
-def _speed_tiles(stats: Mapping[str, Any]) -> list[Tile]:
+def _speed_tiles(stats: Mapping[str, Any], times: Mapping[str, Mapping[str, float | None]]) -> list[Tile]:
+    last_run = _LAST_RUN if stats["rows_resumed"] else ""
     tiles = [
-        Tile("Throughput", f"{stats['output_tokens_per_s']:,.1f}", "output tokens/s"),
-        Tile("Total throughput", f"{stats['total_tokens_per_s']:,.1f}", "tokens/s, prompts included"),
+        Tile("Throughput", f"{stats['output_tokens_per_s']:,.1f}", f"output tokens/s{last_run}"),
+        Tile("Total throughput", f"{stats['total_tokens_per_s']:,.1f}", f"tokens/s, prompts included{last_run}"),
     ]
     for name, label in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("latency_ms", "Latency")):
-        figures = stats[name]
+        figures = times[name]
         tiles.append(Tile(f"{label} p50", format_ms(figures["p50"]), f"p99 {format_ms(figures['p99'])}"))
     return tiles
 
@@ -121,7 +130,7 @@ def _machine_tiles(stats: Mapping[str, Any]) -> list[Tile]:
     return [
         Tile("Wall time", format_duration(sum(stats["wall_seconds"].values())), _inference_note(stats)),
         Tile("Mean batch", f"{batch['mean']:.1f}", f"{_count(batch['peak'])} at the peak"),
-        Tile("KV cache", format_bytes(stats["kv_cache_bytes"]), f"{peak:.0%} used at the peak"),
+        Tile("KV cache", format_bytes(stats["kv_cache_bytes"]), f"{format_share(peak)} used at the peak"),
         Tile("Preemptions", _count(stats["preemptions"])),
         Tile("Peak memory", format_bytes(stats["peak_memory_bytes"])),
     ]
@@ -177,6 +186,10 @@ def _value(value: Any, kind: str) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     return "unset" if value is None else str(value)
+
+
+def _rows(number: int) -> str:
+    return f"{_count(number)} row{'' if number == 1 else 's'}"
 
 
 def _count(number: int) -> str:

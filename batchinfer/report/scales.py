@@ -9,6 +9,7 @@ from batchinfer.distribution import Distribution
 
 FloatArray = npt.NDArray[np.float64]
 _SECOND_UNITS = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
+_LEAST_SPAN = 0.2  # of the numbers' size: closer ones are shown as alike, not their noise
 _WIDE_RANGE = 20.0  # times as large: more than what a linear axis shows well
 
 
@@ -24,22 +25,26 @@ def is_wide(distribution: Distribution) -> bool:
 
 
 def histogram(distribution: Distribution, num_bins: int, is_log: bool) -> tuple[FloatArray, FloatArray]:
-    """(edges [num_bins + 1] from the smallest to the largest number, counts [num_bins])."""
+    """(edges [num_bins + 1] from the smallest to the largest number, counts [num_bins]). Numbers that are close
+    together stand in the middle of a linear axis that is a fifth of their size long."""
     values, counts = distribution.ordered()
     low, high = distribution.min, distribution.max
     if is_log:
         low = values[values > 0][0]
         edges = np.geomspace(low, max(high, low * 1.01), num_bins + 1)
     else:
-        edges = np.linspace(low, max(high, low * 1.01, low + 1e-9), num_bins + 1)
+        missing = max(0.0, _LEAST_SPAN * high - (high - low), 1e-9 - high) / 2
+        edges = np.linspace(max(0.0, low - missing), high + missing, num_bins + 1)
     values = values.clip(edges[0], edges[-1])  # zeros on a logarithmic axis; rounding at the ends
     return edges, np.histogram(values, edges, weights=counts)[0].astype(np.float64)
 
 
 def shares_below(distribution: Distribution) -> tuple[FloatArray, FloatArray]:
-    """(rising values, share of the numbers up to each): the empirical distribution function."""
+    """(rising values, share of the numbers up to each): the empirical distribution function of at least one number. It
+    begins with nothing at the smallest."""
     values, counts = distribution.ordered()
-    return values, np.cumsum(counts) / max(distribution.count, 1)
+    shares = np.cumsum(counts) / distribution.count
+    return np.concatenate([values[:1], values]), np.concatenate([[0.0], shares])
 
 
 def time_edges(end_s: FloatArray, most_bins: int = 120) -> FloatArray:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_EMPTY_ROW = 0.35  # height of a row of plots that says "none"
+
 
 class TimelineView:
     """The timeline of at least one step, in equally long spans of the run."""
@@ -73,7 +75,8 @@ def throughput(theme: Theme, view: TimelineView) -> "Figure":
 
 def batch_size(theme: Theme, view: TimelineView, most: int | None) -> "Figure":
     """Sequences in a step, and those that wait. most: that a step may hold."""
-    figure, axes = new_figure(rows=(2.0, 1.0), height_inches=3.4)
+    waiting = view.mean(view.columns["waiting_mean"])
+    figure, axes = new_figure(rows=(2.0, 1.0 if waiting.any() else _EMPTY_ROW), height_inches=3.4)
     running = view.mean(view.columns["running_mean"])
     axes[0].stairs(running, view.edges, fill=True, color=theme.series[0], alpha=0.25, linewidth=0)
     axes[0].stairs(running, view.edges, color=theme.series[0], baseline=None)
@@ -89,12 +92,15 @@ def batch_size(theme: Theme, view: TimelineView, most: int | None) -> "Figure":
             color=theme.muted,
         )
     axes[0].set_ylabel("running\n[sequences]")
-    axes[1].stairs(view.mean(view.columns["waiting_mean"]), view.edges, color=theme.series[1], baseline=None)
+    axes[1].stairs(waiting, view.edges, color=theme.series[1], baseline=None)
     axes[1].set_ylabel("waiting\n[sequences]")
     axes[1].yaxis.set_major_formatter(_thousands)
     view.finish(axes)
     axes[0].set_ylim(0, 1.15 * axes[0].dataLim.y1)
-    axes[1].set_ylim(0, max(1.0, axes[1].get_ylim()[1]))
+    if waiting.any():
+        axes[1].set_ylim(0, max(1.0, axes[1].get_ylim()[1]))
+    else:
+        _say_none(axes[1], theme, "waiting: none")
     return figure
 
 
@@ -111,13 +117,14 @@ def kv_cache(theme: Theme, view: TimelineView, num_blocks: int) -> "Figure":
     axes[0].set_ylabel("blocks in use [%]")
     legend_above(axes[0])
     view.finish(axes)
-    axes[0].set_ylim(0, max(5.0, min(105.0, 1.25 * float(peaks.max()))))
+    axes[0].set_ylim(0, min(105.0, 1.25 * max(share, float(peaks.max()))))  # at least a block
     return figure
 
 
 def prompts(theme: Theme, view: TimelineView) -> "Figure":
     """Prompt tokens of the sequences that start, computed or served by the prefix cache, and preemptions."""
-    figure, axes = new_figure(rows=(2.0, 1.0), height_inches=3.4)
+    preempted = view.events(view.columns["preemptions"])
+    figure, axes = new_figure(rows=(2.0, 1.0 if preempted.any() else _EMPTY_ROW), height_inches=3.4)
     cached = view.rate(view.columns["cached_prompt_tokens"])
     whole = view.rate(view.columns["prompt_tokens"])
     axes[0].stairs(whole, view.edges, baseline=cached, fill=True, color=theme.series[0], alpha=0.8, label="computed")
@@ -125,14 +132,12 @@ def prompts(theme: Theme, view: TimelineView) -> "Figure":
     axes[0].set_ylabel("prompts started\n[tokens/s]")
     axes[0].yaxis.set_major_formatter(_thousands)
     legend_above(axes[0])
-    preempted = view.events(view.columns["preemptions"])
     axes[1].stairs(preempted, view.edges, fill=True, color=theme.series[3])
     axes[1].set_ylabel("preemptions")
     axes[1].locator_params(axis="y", integer=True, nbins=3)
-    if not preempted.any():
-        axes[1].set_yticks([0])
-        axes[1].annotate("none", (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=theme.muted)
     view.finish(axes)
+    if not preempted.any():
+        _say_none(axes[1], theme, "preemptions: none")
     return figure
 
 
@@ -155,6 +160,14 @@ def where_the_time_went(theme: Theme, phases: Mapping[str, float], inside: Mappi
         one.grid(axis="x")
     axes[-1].set_xlabel("time [s]")
     return figure
+
+
+def _say_none(axes: "Axes", theme: Theme, text: str) -> None:
+    """In place of a plot of nothing but zeros; the axis of time stays."""
+    axes.set_yticks([])
+    axes.set_ylabel("")
+    axes.spines["left"].set_visible(False)
+    axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", color=theme.muted)
 
 
 def _thousands(value: float, _: float) -> str:

@@ -79,7 +79,7 @@ def test_key_figures_are_those_of_the_run(tmp_path):
     assert tiles["Output tokens"][0] == "7,890"
     assert tiles["Throughput"] == ("1,972.5", "output tokens/s")
     assert tiles["Total throughput"][0] == "32,836.5"
-    assert tiles["TTFT p50"] == ("850 ms", "p99 2.1 s")
+    assert tiles["TTFT p50"] == ("2.8 s", "p99 5.0 s")  # of rows that took 0.5 to 5 s
     assert tiles["Wall time"] == ("7.2 s", "inference 4.0 s")
     assert tiles["Mean batch"] == ("10.0", "12 at the peak")
     assert tiles["KV cache"] == ("96 MiB", "75% used at the peak")
@@ -93,17 +93,18 @@ def test_header_tables_and_options(tmp_path):
     for text in ("models/small", "a processor of no maker (CPU)", "/data/in & out.jsonl (12 rows)"):
         assert text in page.text
     assert "2026-01-31 07:08:09 UTC" in page.text
-    assert page.table_row("Total latency") == ["900 ms", "850 ms", "1.5 s", "2.1 s", "2.2 s"]
+    assert page.table_row("Total latency") == ["5.5 s", "5.5 s", "9.1 s", "9.9 s", "10.0 s"]  # of 1 to 10 s
+    assert page.table_row("Time between tokens, each gap") == ["900 ms", "850 ms", "1.5 s", "2.1 s", "2.2 s"]
     assert page.table_row("model") == ["models/small", "flag"]
     assert page.table_row("stop")[1] == "job file"
     assert page.table_row("max_num_seqs") == ["16", "default"]
     assert page.table_row("kv_cache_memory") == ["24MiB", "flag"]
     assert page.table_row("deadline") == ["1h 30m", "flag"]
-    slowest = [row[0] for row in page.rows if len(row) == 13][1:]
+    slowest = [row[0] for row in page.rows if len(row) == 14][1:]
     assert slowest == [f"row-{number}" for number in range(9, -1, -1)]
-    assert page.table_row("row-9")[:5] == ["in & out.jsonl", "9", "1,009", "16", "10"]
-    assert page.table_row("row-9")[5:] == ["2.5 s", "2.5 s", "5.0 s", "500 ms", "500 ms", "10.0 s", "0"]
-    assert page.table_row("row-10") == ["in & out.jsonl", "10", "row 10 is null"]
+    assert page.table_row("row-9")[:6] == ["in & out.jsonl", "9", "9", "1,009", "16", "10"]
+    assert page.table_row("row-9")[6:] == ["2.5 s", "2.5 s", "5.0 s", "500 ms", "500 ms", "10.0 s", "0"]
+    assert page.table_row("row-10") == ["in & out.jsonl", "10", "10", "row 10 is null"]
     assert "null_prompt 2 rows" in page.text
 
 
@@ -258,8 +259,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
 def test_counts_of_several_runs_are_told_apart(tmp_path):
     page = report(write_job(tmp_path, make_rows(), make_stats(rows_resumed=5, completions=24)))
     assert page.tiles["Rows"] == ("12", "24 completions, 5 by earlier runs")
-    assert "earlier ones had answered 5 rows" in page.text
+    assert "earlier ones had answered 5 rows, the last one 7 rows" in page.text
     assert "of the last run" in page.text
+    assert page.tiles["Throughput"][1] == "output tokens/s, last run"
+    assert page.table_row("Time between tokens, each gap, last run")[0] == "900 ms"
     assert "earlier ones" not in report(write_job(tmp_path, make_rows(), make_stats(), "other.completions")).text
 
 
@@ -313,6 +316,48 @@ def test_odd_times_are_drawn(changes):
     for one in drawn.values():
         assert "nan" not in one.svg
         assert one.png.startswith(b"\x89PNG")
+
+
+def texts(plot: str, stats: dict, rows: list[dict]) -> list[str]:
+    """What the drawing of one plot says."""
+    figures = RowFigures()
+    for name, distribution in figures.distributions.items():
+        distribution.add_many(np.array([row[name] for row in rows if row[name] is not None], np.float64))
+    (chosen,) = [one for one in plots(stats, figures, None) if one.name == plot]
+    return re.findall(r"<text[^>]*>([^<]*)</text>", draw(chosen).svg)
+
+
+def test_percentiles_of_rows_that_are_alike_share_a_label():
+    found = texts("latency", make_stats(), make_rows(4, 0, latency_ms=7.0))
+    assert "p50, p90, p99 7 ms" in found
+    assert not {"p50 7 ms", "p90 7 ms", "p99 7 ms"} & set(found)
+    assert {"p50 2.5 s", "p90 3.7 s", "p99 4.0 s"} <= set(texts("latency", make_stats(), make_rows(4, 0)))
+
+
+def test_the_axis_of_a_cache_that_was_hardly_used_ends_a_little_above_the_peak():
+    """60 blocks of 8000 are 0.75%."""
+    stats = make_stats(kv_blocks={"total": 8000, "peak": 60, "mean": 52.5})
+    found = texts("kv_cache", stats, make_rows(4, 0))
+    assert {"0.0", "0.2", "0.4", "0.6", "0.8"} <= set(found)
+    assert "5" not in found  # time ends at 4 s
+
+
+@pytest.mark.parametrize(
+    ("plot", "column", "words"),
+    [("batch_size", "waiting_mean", "waiting: none"), ("prompts", "preemptions", "preemptions: none")],
+)
+def test_what_never_happened_is_said_in_place_of_an_empty_plot(plot, column, words):
+    never = make_stats(timeline={**TIMELINE, column: [0, 0, 0]})
+    assert words in texts(plot, never, make_rows(4, 0))
+    assert words not in texts(plot, make_stats(), make_rows(4, 0))
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_a_cache_that_was_hardly_used_is_not_called_unused(tmp_path):
+    stats = make_stats(kv_blocks={"total": 8000, "peak": 60, "mean": 52.5}, rows=1)
+    page = report(write_job(tmp_path, make_rows(), stats))
+    assert page.tiles["KV cache"][1] == "under 1% used at the peak"
+    assert "1 row, 7,890 output tokens" in page.text
 
 
 @pytest.mark.usefixtures("_undrawn")

@@ -45,10 +45,23 @@ def test_few_or_equal_numbers_have_a_histogram(numbers, is_log):
     assert counts.sum() == len(numbers)
 
 
+def test_numbers_that_are_alike_stand_in_the_middle_of_an_axis_of_a_fifth_of_their_size():
+    edges, counts = histogram(filled([100.0, 100.5, 101.0]), 40, False)
+    assert (edges[0], edges[-1]) == pytest.approx((100.5 - 10.1, 100.5 + 10.1))
+    assert np.flatnonzero(counts).tolist() == [19, 20]  # the middle ones; a bin is 0.505 wide
+    edges, _ = histogram(filled([100.0, 130.0]), 40, False)
+    assert (edges[0], edges[-1]) == (100, 130)
+
+
 def test_shares_below_are_the_ranks():
     values, shares = shares_below(filled([4.0, 1.0, 3.0, 2.0]))
-    assert values.tolist() == [1, 2, 3, 4]
-    assert shares.tolist() == [0.25, 0.5, 0.75, 1]
+    assert values.tolist() == [1, 1, 2, 3, 4]
+    assert shares.tolist() == [0, 0.25, 0.5, 0.75, 1]
+
+
+def test_the_function_of_one_number_is_a_step():
+    values, shares = shares_below(filled([7.0]))
+    assert (values.tolist(), shares.tolist()) == ([7, 7], [0, 1])
 
 
 def test_wide_ranges_ask_for_a_logarithmic_axis():
