@@ -1,5 +1,5 @@
-"""The running state of one Request: its tokens, its KV blocks and its times. Owned by the scheduler; the engine appends
-confirmed tokens and the finish."""
+"""The running state of one Request: its tokens, its place in the batch and its times. Owned by the scheduler; the
+engine appends confirmed tokens and the finish."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -28,9 +28,9 @@ class Sequence:
     first_scheduled_time: float | None = None  # written by the scheduler
 
     status: SequenceStatus = SequenceStatus.WAITING
+    num_tokens_to_compute: int = 0  # in all; written by the scheduler
     length_class: int = 0  # of scheduling.lengths.OutputLengths; written by the scheduler
     slot: int = -1  # row in the persistent batch while running
-    block_table: list[int] = field(default_factory=list)  # written by the scheduler
     num_in_flight_tokens: int = 0  # tokens that steps in flight will sample for one that was preempted
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache when first admitted
     num_preemptions: int = 0

@@ -1,9 +1,36 @@
-"""Findable KV blocks that nobody holds, in the order in which they are to be reused. Owned by block_pool.py."""
+"""KV blocks that nobody holds, empty ones and findable ones, in the order in which they are to be reused. Owned by
+block_pool.py."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from batchinfer.cache.block_run import BlockRun, UnusedPiece
+import numpy as np
+
+from batchinfer.cache.block_run import BlockIds, BlockRun, UnusedPiece
+
+
+class EmptyBlocks:
+    """Blocks of no known content: first those given back last, then those never used, in ascending order."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._ids = np.arange(num_blocks)[::-1].copy()  # a stack: the next one stands last
+        self._num_blocks = num_blocks
+
+    def __len__(self) -> int:
+        return self._num_blocks
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(self._ids[: self._num_blocks].tolist())
+
+    def take(self, count: int) -> BlockIds:
+        """So many, or all where there are fewer."""
+        top = self._num_blocks
+        self._num_blocks = max(0, top - count)
+        return self._ids[self._num_blocks : top][::-1].copy()
+
+    def give_back(self, block: int) -> None:
+        self._ids[self._num_blocks] = block
+        self._num_blocks += 1
 
 
 class UnusedBlocks:
@@ -19,22 +46,21 @@ class UnusedBlocks:
 
     def __iter__(self) -> Iterator[int]:
         for piece in self._pieces:
-            yield from reversed(piece.run.blocks[piece.start : piece.stop])
+            yield from reversed(piece.run.blocks[piece.start : piece.stop].tolist())
 
     def add(self, run: BlockRun, start: int, references: list[int]) -> None:
         """Those of the run's blocks from place `start` on that have no references left; the last ones are to go first.
         references: of each; the list may be emptied."""
-        if not any(references):
-            return self._add_piece(run, start, start + len(references))
         while 0 in references:
             while references[-1]:
                 references.pop()
             stop = start + len(references)
             while references and not references[-1]:
                 references.pop()
-            self._add_piece(run, start + len(references), stop)
+            self.add_piece(run, start + len(references), stop)
 
-    def _add_piece(self, run: BlockRun, start: int, stop: int) -> None:
+    def add_piece(self, run: BlockRun, start: int, stop: int) -> None:
+        """Those of the run's blocks from place `start` to `stop`: they have no references left."""
         self._num_blocks += stop - start
         newest = next(reversed(self._pieces), None)
         if newest is not None and newest.run is run and newest.start == stop:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.cache.block_pool import BlockPool
+from batchinfer.cache.block_run import BlockIds
 from batchinfer.scheduling.running_table import RunningTable
 from batchinfer.sequence import Sequence
 
@@ -22,7 +23,7 @@ class Admission(Protocol):
     def begin_step(self) -> None:
         """Said before the first acquire() of a step."""
 
-    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[BlockIds, int] | None:
         """Blocks to start with, and how many of them come filled from the prefix cache; None where the sequence must
         wait. token_ids: all that is known of it. A sequence that would run alone never waits, so that something always
         runs."""
@@ -44,7 +45,7 @@ class Greedy:
     def begin_step(self) -> None:
         pass
 
-    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[BlockIds, int] | None:
         num_free = self._pool.num_free_blocks
         is_alone = self._table.num_running == 0
         if self._refused and self._refused[0] is sequence and num_free < self._refused[1] and not is_alone:
@@ -56,7 +57,7 @@ class Greedy:
             self._refused = (sequence, wanted + num_free - self._pool.num_free_blocks)
             self._pool.free(cached)
             return None
-        return cached + self._pool.allocate(num_new), len(cached)
+        return with_new_blocks(self._pool, cached, num_new), len(cached)
 
     def victim(self) -> Sequence:
         return self._table.last_admitted()
@@ -75,7 +76,7 @@ class Reservation:
     def begin_step(self) -> None:
         pass
 
-    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[BlockIds, int] | None:
         if self._num_blocks > self._pool.num_free_blocks:
             return None
         return self._pool.allocate(self._num_blocks), 0
@@ -84,8 +85,14 @@ class Reservation:
         return self._table.last_admitted()
 
 
-def cached_blocks(pool: BlockPool, sequence: Sequence, token_ids: TokenIds) -> list[int]:
+def cached_blocks(pool: BlockPool, sequence: Sequence, token_ids: TokenIds) -> BlockIds:
     """References the leading blocks that the prefix cache holds. At least the last token is computed, for its logits;
     where all positions' logits are wanted, all are."""
-    reads_cache = not sequence.request.params.prompt_logprobs
-    return pool.match_prefix(token_ids[:-1], sequence.cache_domain) if reads_cache else []
+    if sequence.request.params.prompt_logprobs:
+        return np.zeros(0, np.int64)
+    return pool.match_prefix(token_ids[:-1], sequence.cache_domain)
+
+
+def with_new_blocks(pool: BlockPool, cached: BlockIds, num_new: int) -> BlockIds:
+    new = pool.allocate(num_new)
+    return np.concatenate([cached, new]) if len(cached) else new

@@ -34,10 +34,10 @@ def trace_faults(
     sequences = table.sequences_in(step.slots)
     entries = [i for i in np.flatnonzero(~is_finite).tolist() if sequences[i] not in step.cancelled]
     written = _written_blocks(step, entries, table.block_size)
-    poison = {b for slot, (first, stop) in written.items() for b in table.block_tables[slot][first:stop]}
+    poison = {b for slot, (first, stop) in written.items() for b in table.blocks_of(slot)[first:stop].tolist()}
     shared = any(pool.ref_count(block) > 1 for block in poison)
     reading_slots = _reading_slots(table, poison, written) if shared else []
-    spoilt = [b for slot in written for b in table.block_tables[slot] if slot not in reading_slots]
+    spoilt = [b for slot in written for b in table.blocks_of(slot).tolist() if slot not in reading_slots]
     sources = [sequences[i] for i in entries if int(step.output.slots[i]) not in reading_slots]
     readers = [table.sequence_in(slot) for slot in reading_slots]
     return FaultTrace(sources, readers, spoilt)
@@ -58,7 +58,7 @@ def _reading_slots(table: RunningTable, poison: set[int], written: dict[int, tup
     for slot, sequence in enumerate(table.sequences):
         if sequence is None or sequence.status is SequenceStatus.FINISHED:
             continue
-        blocks = table.block_tables[slot]
+        blocks = table.blocks_of(slot).tolist()
         not_its_own = blocks[: written[slot][0]] if slot in written else blocks
         if not poison.isdisjoint(not_its_own):
             readers.append(slot)

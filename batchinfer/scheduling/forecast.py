@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from batchinfer.cache.block_pool import BlockPool
+from batchinfer.cache.block_run import BlockIds
 from batchinfer.config import SchedulerConfig
-from batchinfer.scheduling.admission import Admission, Greedy, Reservation, TokenIds, cached_blocks
+from batchinfer.scheduling.admission import Admission, Greedy, Reservation, TokenIds, cached_blocks, with_new_blocks
 from batchinfer.scheduling.lengths import OutputLengths
-from batchinfer.scheduling.running_table import RunningTable, length_facts, num_tokens_to_compute
+from batchinfer.scheduling.running_table import RunningTable, length_facts
 from batchinfer.scheduling.usage import Growing, IntArray, Room
 from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence
@@ -74,20 +75,22 @@ class Forecast:
         self._steps_to_update -= 1
         self._steps_to_retry -= 1
 
-    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[list[int], int] | None:
+    def acquire(self, sequence: Sequence, token_ids: TokenIds) -> tuple[BlockIds, int] | None:
         is_alone = self._table.num_running == 0
         if self._refused == (sequence, self._table.num_changes) and self._steps_to_retry > 0 and not is_alone:
             return None
         pool = self._pool
-        num_used = pool.num_used_blocks
+        num_free_before = num_free = pool.num_free_blocks
         cached = cached_blocks(pool, sequence, token_ids)
-        num_free = pool.num_free_blocks
-        num_shared = len(cached) - (pool.num_blocks - num_free - num_used)
+        if len(cached):
+            num_free = pool.num_free_blocks
+        num_shared = len(cached) - (num_free_before - num_free)
         num_new = pool.num_blocks_for(len(token_ids)) - len(cached)
-        fits, end = num_new <= num_free, num_tokens_to_compute(sequence)
+        fits, end = num_new <= num_free, sequence.num_tokens_to_compute
         if fits and not is_alone and not self._fits_anyway(end):
-            shared = pool.held_by(2, cached) if num_shared else []  # nobody has alone what more than two hold
-            owners = self._table.owners(shared) if shared else []
+            # Nobody has alone what more than two hold.
+            owners = self._table.owners(pool.held_by(2, cached)) if num_shared else []
+            num_used = pool.num_blocks - num_free_before
             fits = self._fits(sequence, len(token_ids), num_shared, num_used, owners)
             end = len(token_ids) + self._candidates[sequence]
         if not fits:
@@ -96,7 +99,7 @@ class Forecast:
             self._refused, self._steps_to_retry = (sequence, self._table.num_changes), _RETRY_STEPS
             return None
         self._joined.append((sequence, end))
-        return cached + pool.allocate(num_new), len(cached)
+        return with_new_blocks(pool, cached, num_new), len(cached)
 
     def victim(self) -> Sequence:
         """The sequence whose preemption loses the least computed work, of those that have blocks alone; of several, the

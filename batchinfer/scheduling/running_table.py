@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from batchinfer.cache.block_run import BlockIds
+from batchinfer.request import Request
 from batchinfer.scheduling.lengths import OutputLengths
 from batchinfer.sequence import Sequence
 
@@ -13,10 +15,13 @@ IntArray = npt.NDArray[np.int64]
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
-def known_tokens(sequence: Sequence, start: int, stop: int) -> npt.NDArray[np.int32]:
-    """Tokens [start, stop) of the prompt and the confirmed output; a view of the prompt where it has them all."""
+def known_tokens(sequence: Sequence, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int32]:
+    """Tokens [start, stop) of the prompt and the confirmed output, by default all; a view of the prompt where it has
+    them."""
     prompt = sequence.request.prompt_token_ids
     num_prompt_tokens = len(prompt)
+    if stop is None:
+        stop = num_prompt_tokens + len(sequence.output_token_ids)
     if stop <= num_prompt_tokens:
         return prompt[start:stop]
     output = sequence.output_token_ids[max(0, start - num_prompt_tokens) : stop - num_prompt_tokens]
@@ -29,11 +34,11 @@ class Start(NamedTuple):
 
     sequence: Sequence
     token_ids: npt.NDArray[np.int32]  # all that are known
-    block_ids: IntArray
+    block_ids: BlockIds
     num_cached_tokens: int
     num_scheduled_tokens: int
-    held_alone: list[int]  # of the blocks of the cached tokens
-    held_by_two: list[int]  # the same
+    held_alone: BlockIds  # of the blocks of the cached tokens
+    held_by_two: BlockIds  # the same
 
 
 def _level(place: Any) -> Any:
@@ -49,7 +54,7 @@ class RunningTable:
         self.block_size = block_size
         self.sequences = np.full(max_num_seqs, None, np.object_)  # each a Sequence or None
         self.outputs = np.full(max_num_seqs, None, np.object_)  # the lists of their confirmed tokens
-        self.block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._block_tables = np.zeros((max_num_seqs, 0), np.int64)  # widened as longer sequences come
         self.known = np.zeros(max_num_seqs, np.int64)  # prompt and confirmed tokens
         self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
         self.computed = np.zeros(max_num_seqs, np.int64)  # tokens whose KV is written, steps in flight included
@@ -93,25 +98,27 @@ class RunningTable:
         return _level(self._num_placed + 1 + np.arange(count))
 
     def place(self, start: Start, step_id: int) -> int:
-        """Gives a sequence that holds its blocks a slot. step_id: of the step that computes its first tokens."""
+        """Gives a sequence that holds its blocks a slot. step_id: of the step that computes its first tokens; of these,
+        the caller makes full blocks known to the prefix index."""
         sequence, token_ids, block_ids, num_cached_tokens, count, _, _ = start
         request, num_tokens = sequence.request, len(token_ids)
         sequence.slot = slot = self._free_slots.pop()
         self._num_slots_used = max(self._num_slots_used, slot + 1)
         self.sequences[slot] = sequence
         self.outputs[slot] = sequence.output_token_ids
-        self.block_tables[slot] = sequence.block_table
         self.known[slot] = num_tokens
         self.in_flight[slot] = 0
         self.computed[slot] = num_cached_tokens + count
-        self.limit[slot] = limit = num_tokens_to_compute(sequence)
+        self.limit[slot] = limit = sequence.num_tokens_to_compute
+        self._widen(len(block_ids))
+        self._block_tables[slot, : len(block_ids)] = block_ids
         self.num_prompt_tokens[slot] = len(request.prompt_token_ids)
         self.length_facts[:, slot] = length_facts(sequence)
         self.level[slot] = _level(self._num_placed + 1)
         self.scores_only[slot] = request.max_tokens == 0
         self.num_blocks[slot] = len(block_ids)
-        self.num_registered[slot] = num_cached = num_cached_tokens // self.block_size
-        self._own(slot, block_ids[num_cached:], start.held_alone, start.held_by_two)
+        self.num_registered[slot] = (num_cached_tokens + count) // self.block_size
+        self._own(slot, block_ids[num_cached_tokens // self.block_size :], start.held_alone, start.held_by_two)
         self.last_step[slot] = step_id
         self.num_computed += count
         self.num_recomputed += max(0, sequence.num_lost_tokens - num_cached_tokens)
@@ -121,36 +128,48 @@ class RunningTable:
         self._admitted[slot] = self._come[slot] = None
         return slot
 
-    def _own(self, slot: int, new: IntArray, held_alone: list[int], held_by_two: list[int]) -> None:
+    def _widen(self, num_blocks: int) -> None:
+        """Makes room for block tables of that length. Memory is touched as far as they reach."""
+        width = self._block_tables.shape[1]
+        if num_blocks > width:
+            tables = np.zeros((len(self._block_tables), max(num_blocks, 2 * width)), np.int64)
+            tables[:, :width] = self._block_tables
+            self._block_tables = tables
+
+    def _own(self, slot: int, new: BlockIds, held_alone: BlockIds, held_by_two: BlockIds) -> None:
         """Of the cached blocks, those that more than two hold have lost their owners before."""
         self._owner[new] = slot
-        if held_alone:
+        if len(held_alone):
             self._owner[held_alone] = slot
-        if held_by_two:
+        if len(held_by_two):
             np.subtract.at(self.num_own, self.owners(held_by_two), 1)
             self._owner[held_by_two] = -1
         self.num_own[slot] = len(new) + len(held_alone)
 
-    def owners(self, blocks: list[int]) -> list[int]:
+    def owners(self, blocks: BlockIds) -> list[int]:
         """The slot that has it alone, for each of the blocks in use that one has alone."""
         owners = self._owner[blocks]
         return owners[owners >= 0].tolist()
 
+    def blocks_of(self, slot: int) -> BlockIds:
+        """Its block table; a view, which is another sequence's once the slot has been freed."""
+        return self._block_tables[slot, : self.num_blocks[slot]]
+
     def vacate(self, slot: int) -> None:
         """The slot's sequence runs no more; the slot retires."""
         self.num_changes += 1
-        self.most_blocks -= -(-int(self.limit[slot]) // self.block_size)
+        self.most_blocks -= -(-self.limit.item(slot) // self.block_size)
         del self._admitted[slot]
         if slot in self._come:
             del self._come[slot]
         else:
             self._gone.append(slot)
 
-    def free(self, slot: int) -> list[int]:
+    def free(self, slot: int) -> BlockIds:
         """Makes a retired slot free again and returns its blocks."""
-        blocks = self.block_tables[slot]
+        blocks = self.blocks_of(slot).copy()
         self.sequences[slot] = self.outputs[slot] = None
-        self.block_tables[slot] = []
+        self.num_blocks[slot] = 0
         self._free_slots.append(slot)
         return blocks
 
@@ -209,23 +228,22 @@ class RunningTable:
         needed = -(-(self.computed[slots] + counts) // self.block_size)
         return np.maximum(needed - self.num_blocks[slots], 0)
 
-    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: list[int]) -> IntArray:
+    def append_blocks(self, slots: IntArray, missing: IntArray, blocks: BlockIds) -> IntArray:
         """Hands out `blocks`, missing[i] of them to slots[i]; returns them as SchedulerOutput.appended_blocks."""
-        if not blocks:
+        if not len(blocks):
             return np.zeros((3, 0), np.int64)
         lacking = np.flatnonzero(missing)
         slots, missing = slots[lacking], missing[lacking]
-        first_places = self.num_blocks[slots]
+        places = self.num_blocks[slots]
         self.num_blocks[slots] += missing
         self.num_own[slots] += missing
         if len(blocks) > len(slots):
-            first_places = np.repeat(first_places - (np.cumsum(missing) - missing), missing) + np.arange(len(blocks))
+            places = np.repeat(places - (np.cumsum(missing) - missing), missing) + np.arange(len(blocks))
             slots = np.repeat(slots, missing)
-        appended = np.array([slots, first_places, blocks], np.int64)
-        self._owner[appended[2]] = slots
-        for slot, block in zip(slots.tolist(), blocks, strict=True):
-            self.block_tables[slot].append(block)
-        return appended
+        self._widen(int(places.max()) + 1)
+        self._owner[blocks] = slots
+        self._block_tables[slots, places] = blocks
+        return np.array([slots, places, blocks])
 
     def advance(self, slots: IntArray, counts: IntArray, step_id: int) -> None:
         """A step computes that many tokens more."""
@@ -250,8 +268,8 @@ class RunningTable:
 
     def take_full_blocks(self, slot: int) -> tuple[int, int]:
         """[first, stop): blocks of the slot that have become full of known tokens since last asked."""
-        full = min(int(self.computed[slot]), int(self.known[slot])) // self.block_size
-        first, self.num_registered[slot] = int(self.num_registered[slot]), full
+        full = min(self.computed.item(slot), self.known.item(slot)) // self.block_size
+        first, self.num_registered[slot] = self.num_registered.item(slot), full
         return first, full
 
 
@@ -262,7 +280,6 @@ def length_facts(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.length_class, request.max_tokens, -1 if told is None else told
 
 
-def num_tokens_to_compute(sequence: Sequence) -> int:
+def num_tokens_to_compute(request: Request) -> int:
     """Positions whose KV is ever written: the last sampled token is an answer, never an input."""
-    num_prompt_tokens, max_tokens = len(sequence.request.prompt_token_ids), sequence.request.max_tokens
-    return num_prompt_tokens + max(0, max_tokens - 1)
+    return len(request.prompt_token_ids) + max(0, request.max_tokens - 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from batchinfer.cache.block_pool import BlockPool
+from batchinfer.cache.block_run import BlockIds
 from batchinfer.config import SchedulerConfig
 from batchinfer.request import FinishReason, Request
 from batchinfer.scheduler_output import SchedulerOutput, StartedSequence, StepResult
@@ -90,7 +91,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence at the end of the waiting queue. Raises ValueError where the whole pool could not hold
         it, because no preemption would ever let it finish."""
-        needed = self._pool.num_blocks_for(num_tokens_to_compute(sequence))
+        sequence.num_tokens_to_compute = num_tokens_to_compute(sequence.request)
+        needed = self._pool.num_blocks_for(sequence.num_tokens_to_compute)
         if needed > self._pool.num_blocks:
             raise ValueError(
                 f"request {sequence.request.id}: {sequence.max_num_tokens} tokens need {needed} KV blocks of "
@@ -153,12 +155,11 @@ class Scheduler:
 
     def _try_start(self, sequence: Sequence, budget: int) -> tuple[StartedSequence, int] | None:
         """The sequence in its slot, and how many tokens it computes in this step; None where it must wait."""
-        token_ids = known_tokens(sequence, 0, sequence.num_confirmed_tokens)
+        token_ids = known_tokens(sequence)
         acquired = self._admission.acquire(sequence, token_ids)
         if acquired is None:
             return None
         blocks, num_cached_blocks = acquired
-        sequence.block_table = blocks
         num_cached_tokens = num_cached_blocks * self._block_size
         count = min(len(token_ids) - num_cached_tokens, budget)
         if sequence.first_scheduled_time is None:
@@ -167,11 +168,10 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         cached = blocks[:num_cached_blocks]
         held_alone, held_by_two = self._pool.held_by(1, cached), self._pool.held_by(2, cached)
-        block_ids = np.array(blocks, np.int64)
-        start = Start(sequence, token_ids, block_ids, num_cached_tokens, count, held_alone, held_by_two)
+        start = Start(sequence, token_ids, blocks, num_cached_tokens, count, held_alone, held_by_two)
         slot = self._table.place(start, self._next_step_id)
-        self._register_full_blocks(slot)
-        return StartedSequence(slot, sequence.request, token_ids, block_ids, num_cached_tokens), count
+        self._register(sequence, blocks, num_cached_blocks, (num_cached_tokens + count) // self._block_size)
+        return StartedSequence(slot, sequence.request, token_ids, blocks, num_cached_tokens), count
 
     def _emit(
         self,
@@ -276,7 +276,6 @@ class Scheduler:
             step.departed.setdefault(sequence, slot)  # one that started anew since has another
         self._table.vacate(slot)
         sequence.slot = -1
-        sequence.block_table = []
         self._retire(slot)
 
     def _retire(self, slot: int) -> None:
@@ -288,11 +287,12 @@ class Scheduler:
             self._released_slots.append(slot)
 
     def _register_full_blocks(self, slot: int) -> None:
-        if not self._shares_blocks:
-            return
         first, stop = self._table.take_full_blocks(slot)
-        if first < stop:
-            sequence, blocks, size = self._table.sequence_in(slot), self._table.block_tables[slot], self._block_size
-            tokens = known_tokens(sequence, first * size, stop * size)
-            parent = blocks[first - 1] if first else None
-            self._pool.register(blocks[first:stop], tokens, len(tokens), sequence.cache_domain, parent)
+        self._register(self._table.sequence_in(slot), self._table.blocks_of(slot), first, stop)
+
+    def _register(self, sequence: Sequence, blocks: BlockIds, first: int, stop: int) -> None:
+        """Makes blocks [first, stop) of its table findable, which are full of known tokens."""
+        if first < stop and self._shares_blocks:
+            token_ids = known_tokens(sequence, first * self._block_size, stop * self._block_size)
+            parent = blocks.item(first - 1) if first else None
+            self._pool.register(blocks[first:stop], token_ids, sequence.cache_domain, parent)

@@ -6,8 +6,32 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from batchinfer.cache.block_pool import BlockPool, OutOfBlocks, key_domain
+from batchinfer.cache import block_pool
+from batchinfer.cache.block_pool import OutOfBlocks, key_domain
 from batchinfer.cache.block_run import BlockKey
+
+
+class BlockPool(block_pool.BlockPool):
+    """Takes and gives lists, which compare whole and do not change with the pool."""
+
+    def allocate(self, num_blocks: int) -> list[int]:  # type: ignore[override]
+        return super().allocate(num_blocks).tolist()
+
+    def free(self, block_ids: list[int]) -> None:  # type: ignore[override]
+        super().free(np.array(block_ids, np.int64))
+
+    def match_prefix(self, token_ids: npt.NDArray[np.int32], domain: str = "") -> list[int]:  # type: ignore[override]
+        return super().match_prefix(token_ids, domain).tolist()
+
+    def register(  # type: ignore[override]
+        self,
+        block_ids: list[int],
+        token_ids: npt.NDArray[np.int32],
+        num_tokens: int,
+        domain: str = "",
+        parent: int | None = None,
+    ) -> None:
+        super().register(np.array(block_ids, np.int64), token_ids[:num_tokens], domain, parent)
 
 
 def ids(*tokens: int) -> npt.NDArray[np.int32]:
@@ -185,11 +209,11 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 def test_integrity_check_sees_lost_and_doubled_blocks() -> None:
     lost = BlockPool(4, 2)
     lost.free(lost.allocate(2))
-    lost._recycled.pop()
+    lost._empty.take(1)
     doubled = BlockPool(4, 2)
-    doubled._recycled.extend(doubled.allocate(1))
+    doubled._empty.give_back(doubled.allocate(1)[0])
     stale = BlockPool(4, 2)
-    stale._runs[fill(stale, ids(1, 2))[0]] = None
+    stale._index._runs[fill(stale, ids(1, 2))[0]] = None
     negative = BlockPool(4, 2)
     negative._ref_counts[2] = -1
     messages = ("1 empty|3 empty", "1 used", "index disagrees", "KV block 2 has references below 0")

@@ -1,6 +1,7 @@
 import random
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 from batchinfer.cache.block_run import BlockRun
@@ -12,7 +13,7 @@ Record = OrderedDict[int, None]  # unused blocks, the least recently used first
 
 def make_run(number: int) -> BlockRun:
     """Its block at place i is 100 * number + i."""
-    return BlockRun(("", b""), number, 1 + LENGTH * number, [100 * number + i for i in range(LENGTH)], b"", 4)
+    return BlockRun(("", b""), number, 1 + LENGTH * number, 100 * number + np.arange(LENGTH), b"", 4)
 
 
 def add(unused: UnusedBlocks, record: Record, run: BlockRun, rng: random.Random) -> None:
@@ -24,7 +25,7 @@ def add(unused: UnusedBlocks, record: Record, run: BlockRun, rng: random.Random)
     if start == stop:
         return
     references = [rng.choice([0, 0, 0, 2]) for _ in range(start, stop)]
-    freed = [block for block, count in zip(run.blocks[start:stop], references, strict=True) if count == 0]
+    freed = [block for block, count in zip(run.blocks[start:stop].tolist(), references, strict=True) if count == 0]
     unused.add(run, start, references)
     record.update(dict.fromkeys(reversed(freed)))
 
@@ -68,7 +69,7 @@ def test_random_use_against_a_plain_record_of_each_block(seed: int) -> None:
         assert len(unused) == len(record)
         for run in runs:
             places = [place for piece in run.unused for place in range(piece.start, piece.stop)]
-            assert sorted(run.blocks[place] for place in places) == sorted(set(run.blocks) & set(record))
+            assert sorted(run.blocks[place] for place in places) == sorted(set(run.blocks.tolist()) & set(record))
         longest = max(longest, len(record))
     assert longest > LENGTH
 

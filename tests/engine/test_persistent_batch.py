@@ -1,6 +1,8 @@
 import random
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from batchinfer.cache.block_pool import BlockPool
@@ -180,7 +182,7 @@ def test_steps_of_the_scheduler_against_plain_loops(seed: int) -> None:
         assert output is not None
         running = {s.slot: s for s in sequences if s.slot >= 0}
         batch.apply(output)
-        compare(batch.build(output), output, running, block_size)
+        compare(batch.build(output), output, running, scheduler._table.blocks_of, block_size)
         token_ids = np.where(output.samples, [rng.randrange(99) for _ in output.slots], -1).astype(np.int32)
         batch.append_sampled(output.slots, token_ids)
         outcome = scheduler.commit(output, StepResult(output.step_id, token_ids, np.ones(len(token_ids), bool)))
@@ -190,23 +192,29 @@ def test_steps_of_the_scheduler_against_plain_loops(seed: int) -> None:
     assert sum(s.num_preemptions for s in sequences) > 0
 
 
-def compare(inputs: StepInputs, output: SchedulerOutput, running: dict[int, Sequence], block_size: int) -> None:
+def compare(
+    inputs: StepInputs,
+    output: SchedulerOutput,
+    running: dict[int, Sequence],
+    blocks_of: Callable[[int], npt.NDArray[np.int64]],
+    block_size: int,
+) -> None:
     tokens: list[int] = []
     positions: list[int] = []
     cells: list[int] = []
     ends = [0]
     for i, slot in enumerate(output.slots.tolist()):
-        sequence = running[slot]
+        sequence, blocks = running[slot], blocks_of(slot).tolist()
         known = sequence.request.prompt_token_ids.tolist() + sequence.output_token_ids
         stop = int(output.num_computed_tokens[i] + output.num_scheduled_tokens[i])
         for position in range(int(output.num_computed_tokens[i]), stop):
             tokens.append(known[position])
             positions.append(position)
-            cells.append(sequence.block_table[position // block_size] * block_size + position % block_size)
+            cells.append(blocks[position // block_size] * block_size + position % block_size)
         ends.append(len(tokens))
         assert inputs.seq_lens[i] == stop
         num_blocks = -(-stop // block_size)
-        assert inputs.block_table[i, :num_blocks].tolist() == sequence.block_table[:num_blocks]
+        assert inputs.block_table[i, :num_blocks].tolist() == blocks[:num_blocks]
         assert not inputs.block_table[i, num_blocks:].any()
         assert bool(output.samples[i]) == (stop == len(known))
     assert inputs.token_ids.tolist() == tokens

@@ -63,8 +63,8 @@ def test_agrees_with_the_block_pool(seed: int) -> None:
     for prompt in prompts:
         tokens = np.array(prompt, np.int32)
         cached = pool.match_prefix(tokens[:-1])
-        blocks = cached + pool.allocate(pool.num_blocks_for(len(tokens)) - len(cached))
-        pool.register(blocks, tokens, len(tokens))
+        blocks = np.concatenate([cached, pool.allocate(pool.num_blocks_for(len(tokens)) - len(cached))])
+        pool.register(blocks, tokens)
         served.append(len(cached) * BLOCK)
     assert tally(prompts).sharing().cached.tolist() == served
 

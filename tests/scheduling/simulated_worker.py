@@ -191,7 +191,7 @@ class Run:
             new_blocks.update(started.block_ids[started.num_computed_tokens // self.pool.block_size :].tolist())
         for _, still_read in self.in_flight:
             assert not new_blocks & still_read, "a block was given away while a step in flight reads it"
-        tables = [self.scheduler._table.block_tables[slot] for slot in output.slots.tolist()]
+        tables = [self.scheduler._table.blocks_of(slot).tolist() for slot in output.slots.tolist()]
         self.in_flight.append((output, {block for table in tables for block in table}))
         self.num_steps += 1
         return True
@@ -217,6 +217,7 @@ class Run:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        tables = self.scheduler._table.block_tables
+        table = self.scheduler._table
+        tables = [table.blocks_of(slot).tolist() for slot in range(len(table.sequences))]
         references = np.bincount([b for table in tables for b in table], minlength=self.pool.num_blocks)
         assert references.tolist() == [self.pool.ref_count(b) for b in range(self.pool.num_blocks)]

@@ -152,7 +152,7 @@ def test_shared_blocks_count_once(seed: int) -> None:
         assert output is not None
         slots = table.in_admission_order()
         own, held = int(table.num_own[slots].sum()), int(table.num_blocks[slots].sum())
-        distinct = len({b for slot in slots.tolist() for b in table.block_tables[slot]})
+        distinct = len({b for slot in slots.tolist() for b in table.blocks_of(slot).tolist()})
         assert distinct == pool.num_used_blocks
         assert own <= distinct <= held
         seen_sharing |= distinct < held

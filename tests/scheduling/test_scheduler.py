@@ -440,7 +440,7 @@ def test_broken_kv_is_not_found_again() -> None:
     prompt = list(range(20))
     run.finish_all([make_sequence(0, prompt, 4)])
     assert len(run.failed) == 1
-    assert run.pool.match_prefix(np.arange(20, dtype=np.int32)) == []
+    assert run.pool.match_prefix(np.arange(20, dtype=np.int32)).tolist() == []
     again = make_sequence(1, prompt, 4, ignore_eos=True)
     run.finish_all([again])
     assert again.num_cached_tokens == 0
@@ -460,7 +460,7 @@ def test_a_broken_block_that_has_just_become_known_is_not_shared() -> None:
     broken = StepResult(2, np.array([-1], np.int32), np.array([False]))
     outcome = scheduler.commit(steps[2], broken)
     assert (list(outcome.sampled), outcome.faulty) == ([], [sequence])
-    assert pool.match_prefix(np.array([1, 2, 3, 4], np.int32)) == []
+    assert pool.match_prefix(np.array([1, 2, 3, 4], np.int32)).tolist() == []
     assert not scheduler.has_unfinished
 
 
