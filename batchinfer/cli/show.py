@@ -4,7 +4,8 @@ import itertools
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,13 +14,40 @@ from batchinfer.errors import UsageError
 from batchinfer.units import format_ms
 
 if TYPE_CHECKING:
+    from batchinfer.data.manifest import JobManifest
     from batchinfer.data.read_output import OutputRow
+    from batchinfer.data.read_unfinished import UnfinishedOutput
 
 _DEFAULT_LIMIT = 10
 _MOST_CHARACTERS = 1000
+_MOST_COLUMNS = 8  # that are named as not shown
 _ID_COLUMNS = ("id", "custom_id")
 _PROMPT_COLUMNS = ("prompt", "messages")
 _LABEL_WIDTH = 12
+
+
+@dataclass(slots=True)
+class _Shown:
+    """What is said after the rows."""
+
+    num_rows: int = 0
+    has_more: bool = False
+    hidden_columns: dict[str, None] = field(default_factory=dict)  # in their order
+
+    def note(self, of_which: str, has_range: bool) -> str | None:
+        """None where nothing is left out."""
+        if not self.num_rows:
+            return f"no {of_which} to show"
+        more = "--rows and --limit choose others" if has_range else "--limit N shows more, --rows 0,5-9 others"
+        names = list(self.hidden_columns)
+        listed = ", ".join(names[:_MOST_COLUMNS]) + (
+            f" and {len(names) - _MOST_COLUMNS} more" * (len(names) > _MOST_COLUMNS)
+        )
+        parts = [
+            f"not shown: further {of_which}s ({more})" if self.has_more else "",
+            f"not shown: input column{'s' * (len(names) > 1)} {listed} (--columns A,B chooses)" if names else "",
+        ]
+        return "; ".join(filter(None, parts)) or None
 
 
 @click.command(short_help="Print finished rows readably.")
@@ -31,7 +59,11 @@ _LABEL_WIDTH = 12
 @click.option("--full", is_flag=True, help=f"Show long texts whole, not only {_MOST_CHARACTERS:,} characters.")
 def show(output: str, rows: str | None, errors: bool, limit: int | None, columns: str | None, full: bool) -> None:
     """Print prompts, completions and times of OUTPUT: a job's directory, one of its parts, or a single .parquet or
-    .jsonl[.gz|.zst] file."""
+    .jsonl[.gz|.zst] file. Of an unfinished job: the rows that are answered so far.
+
+    Rows are those of the output, of which a row with n samples has n; where that is another row in its input file, the
+    heading says which.
+    """
     ranges = _parse_rows(rows) if rows is not None else [range(2**62)]
     if limit is None and rows is None:
         limit = _DEFAULT_LIMIT
@@ -39,9 +71,49 @@ def show(output: str, rows: str | None, errors: bool, limit: int | None, columns
     wanted = columns.split(",") if columns is not None else None
     most_characters = None if full else _MOST_CHARACTERS
     from batchinfer.data.read_output import iter_output  # here, as it brings pyarrow
+    from batchinfer.data.read_unfinished import find_output
 
-    for row in itertools.islice(iter_output(output, ranges, errors), limit):
-        click.echo(_render(row, wanted, width, most_characters))
+    manifest, unfinished = find_output(output)
+    if unfinished is not None:
+        click.echo(f"batchinfer: {_unfinished_note(output, unfinished)}", err=True)
+    found = unfinished.rows(ranges, errors) if unfinished is not None else iter_output(output, ranges, errors)
+    shown = _Shown()
+    for row in _counted(found, limit, shown):
+        columns_of_row = _shown_columns(row, wanted)
+        if wanted is None:
+            hidden = (name for name in row.inputs if name not in (*columns_of_row, *_ID_COLUMNS))
+            shown.hidden_columns |= dict.fromkeys(hidden)
+        click.echo(_render(row, _place(row, manifest), columns_of_row, width, most_characters))
+    note = shown.note("failed row" if errors else "row", rows is not None)
+    if note is not None:
+        click.echo(f"batchinfer: {note}", err=True)
+
+
+def _counted(rows: "Iterator[OutputRow]", limit: int | None, shown: _Shown) -> "Iterator[OutputRow]":
+    for row in itertools.islice(rows, limit):
+        shown.num_rows += 1
+        yield row
+    shown.has_more = next(rows, None) is not None
+
+
+def _unfinished_note(output: str, unfinished: "UnfinishedOutput") -> str:
+    done, total = unfinished.num_done, unfinished.num_rows
+    return (
+        f"{output}: the job is not finished: {done:,} of {total:,} rows are answered so far; the same `batchinfer run` "
+        "command, without --overwrite, carries on"
+    )
+
+
+def _place(row: "OutputRow", manifest: "JobManifest | None") -> str:
+    """Where in the input the row was, where its number does not say it."""
+    shard, number, sample = (int(part) for part in row.result["request_id"].split("-"))
+    shards = manifest.shards if manifest is not None else ()
+    place = ""
+    if len(shards) > 1:
+        place = f" · row {number} of {shards[shard].uri.rpartition('/')[2]}"
+    elif number != row.number:
+        place = f" · row {number} of the input"
+    return place + (f", sample {sample}" if sample and place else f" · sample {sample}" if sample else "")
 
 
 def _parse_rows(text: str) -> list[range]:
@@ -62,14 +134,12 @@ def _parse_rows(text: str) -> list[range]:
     return joined
 
 
-def _render(row: "OutputRow", columns: Sequence[str] | None, width: int, most_characters: int | None) -> str:
-    """most_characters: of a text that is shown; None for all."""
+def _render(row: "OutputRow", place: str, columns: Sequence[str], width: int, most_characters: int | None) -> str:
+    """place: in the input. most_characters: of a text that is shown; None for all."""
     ids = [f"{name} {row.inputs[name]}" for name in _ID_COLUMNS if row.inputs.get(name) is not None]
-    if row.result["sample_index"]:
-        ids.append(f"sample {row.result['sample_index']}")
-    heading = " · ".join([f"row {row.number}", *ids])
+    heading = " · ".join([f"row {row.number}{place}", *ids])
     lines = [f"── {_printable(heading)} ".ljust(width, "─")]
-    for name in _shown_columns(row, columns):
+    for name in columns:
         lines += _field(name, _clipped(_text(row.inputs[name]), most_characters), width)
     if row.result["finish_reason"] == "error":
         lines += _field("error", f"{row.result['error_code']}: {row.result['error_message']}", width)

@@ -51,13 +51,13 @@ def check_output(target: str, shards: Sequence[Shard], appended: pa.Schema) -> O
 def claim_output(storage: Storage, layout: OutputLayout, now: JobManifest, overwrite: bool) -> Claim | JobManifest:
     """A Claim, or the manifest of the same job where it is finished. UsageError where the output is not to be touched:
     foreign files, another job (naming what differs), or a process that writes it."""
-    state, found = _find(storage, layout)
+    state, found = find_job(storage, layout)
     if _decide(layout, state, found, now, overwrite) == "finished":
         _remove_leftovers(storage, layout)
         return _as_manifest(found)
     lock = storage.lock(layout.lock)
     try:
-        state, found = _find(storage, layout)  # again: until the lock was taken another process may have finished
+        state, found = find_job(storage, layout)  # again: until the lock was taken another process may have finished
         decision = _decide(layout, state, found, now, overwrite)
         if decision == "finished":
             storage.delete_folder(layout.work)
@@ -81,7 +81,8 @@ def _as_manifest(found: JobManifest | None) -> JobManifest:
     return found
 
 
-def _find(storage: Storage, layout: OutputLayout) -> tuple[State, JobManifest | None]:
+def find_job(storage: Storage, layout: OutputLayout) -> tuple[State, JobManifest | None]:
+    """What stands there, and of which job where that is known."""
     work, final = _load(storage, layout.job), _load(storage, layout.manifest)
     if final and storage.exists(layout.mark) and (work is None or work.job_id == final.job_id):
         whole = all(storage.size(part.name) == part.num_bytes for part in final.parts)
@@ -176,7 +177,7 @@ def _sweep(storage: Storage, layout: OutputLayout, job_id: str) -> dict[str, int
     for name in storage.list(layout.parts.rstrip("/")):
         if not PART_NAME.fullmatch(name):
             continue
-        owner, num_rows = _inspect_part(storage, layout, name)
+        owner, num_rows = inspect_part(storage, layout, name)
         if owner == job_id:
             whole[name] = num_rows
         else:
@@ -184,7 +185,7 @@ def _sweep(storage: Storage, layout: OutputLayout, job_id: str) -> dict[str, int
     return whole
 
 
-def _inspect_part(storage: Storage, layout: OutputLayout, name: str) -> tuple[str, int]:
+def inspect_part(storage: Storage, layout: OutputLayout, name: str) -> tuple[str, int]:
     """(id of the job that made a part, its output rows). UsageError where it is not a part of batchinfer."""
     try:
         with storage.open(layout.part(name)) as file:

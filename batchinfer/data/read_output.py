@@ -28,7 +28,7 @@ _ADVICE = "it may be cut short or of another format"
 class OutputRow(NamedTuple):
     """A row as JSON values: its input columns, and its result without the job's --output-prefix.
 
-    number: of the output row, counted from 0 over all parts.
+    number: of the output row, counted from 0 over all parts. Of an unfinished job: among the answers so far.
     """
 
     number: int
@@ -49,7 +49,7 @@ def iter_output(target: str, rows: Sequence[range], only_errors: bool = False) -
                 yield from _read_jsonl(location, rows, only_errors)
                 return
             schema, num_rows = inspect_parquet(location)
-            columns = _Columns(schema.names, location.uri)
+            columns = ResultColumns(schema.names, location.uri)
             for row_range in _within(rows, first, first + num_rows):
                 yield from _read_parquet(location, schema, columns, first, row_range, only_errors)
             first += num_rows
@@ -92,7 +92,7 @@ def _files(target: str) -> list[Location]:
     return sorted(parts, key=lambda part: (len(part.name), part.name))  # part-100000 comes after part-99999
 
 
-class _Columns:
+class ResultColumns:
     """Which columns of an output hold the result. Raises UsageError where it has none."""
 
     def __init__(self, names: Sequence[str], where: str) -> None:
@@ -119,7 +119,7 @@ class _Columns:
 
 def _parquet_results(location: Location, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     schema, num_rows = inspect_parquet(location)
-    columns = _Columns(schema.names, location.uri).results(names)
+    columns = ResultColumns(schema.names, location.uri).results(names)
     wanted = pa.schema([schema.field(name) for name in columns])
     for _, batch in iter_parquet(location.uri, wanted, 0, num_rows, _COLUMN_BATCH_ROWS):
         renamed = batch.rename_columns(list(columns.values()))
@@ -150,7 +150,7 @@ def _within(rows: Sequence[range], start: int, stop: int) -> Iterator[range]:
 
 
 def _read_parquet(
-    location: Location, schema: pa.Schema, columns: _Columns, first: int, rows: range, only_errors: bool
+    location: Location, schema: pa.Schema, columns: ResultColumns, first: int, rows: range, only_errors: bool
 ) -> Iterator[OutputRow]:
     """first: number of the file's first row."""
     batches = iter_parquet(location.uri, schema, rows.start - first, rows.stop - first, _BATCH_ROWS)
@@ -164,7 +164,7 @@ def _read_parquet(
 
 
 def _read_jsonl(location: Location, rows: Sequence[range], only_errors: bool) -> Iterator[OutputRow]:
-    columns: _Columns | None = None
+    columns: ResultColumns | None = None
     with location.open() as raw, open_lines(raw, location.name) as stream:
         for number, line in enumerate(iter_lines(stream)):
             if number >= rows[-1].stop:
@@ -176,7 +176,7 @@ def _read_jsonl(location: Location, rows: Sequence[range], only_errors: bool) ->
             except LineError as error:
                 raise UsageError(f"{location.uri}: {error_message(line.number, error)}") from error
             if columns is None or columns.names != list(values):
-                columns = _Columns(list(values), location.uri)
+                columns = ResultColumns(list(values), location.uri)
             row = columns.row(number, values)
             if not only_errors or row.result["finish_reason"] == "error":
                 yield row

@@ -106,6 +106,33 @@ def test_one_part_counts_its_own_rows(show, directory):
     assert "question 20" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ((), "not shown: further rows (--limit N shows more, --rows 0,5-9 others); not shown: input columns a, b"),
+        (("--limit", "3"), "not shown: further rows"),
+        (("--limit", "12"), "not shown: input columns a, b (--columns A,B chooses)"),
+        (("--limit", "12", "--columns", "a"), ""),
+        (("--rows", "1-5", "--limit", "2", "--columns", "a"), "further rows (--rows and --limit choose others)"),
+        (("--rows", "12-"), None),
+        (("--rows", "40"), "no row to show"),
+        (("--errors",), "no failed row to show"),
+    ],
+)
+def test_what_is_left_out_is_said(tmp_path, capsys, arguments, note):
+    rows = [output_row(n, id=n, prompt="p", a=1, b=2) for n in range(12)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    with pytest.raises(SystemExit) as left:
+        cli.main(["show", str(tmp_path / "x.parquet"), *arguments])
+    said = capsys.readouterr().err
+    if note is None:
+        assert left.value.code == ExitCode.USAGE
+        return
+    assert left.value.code == 0
+    assert said.count("\n") == bool(note)
+    assert note in said
+
+
 def test_error_row(show, directory):
     text = show(directory, "--rows", "5")
     assert "error       null_prompt: the prompt is null" in text
@@ -117,7 +144,7 @@ def test_jsonl_with_messages_samples_and_a_prefix(show, tmp_path):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Yo"}]}]
     rows = [
         output_row(0, "out_", messages=messages, completion="a\nb", finish_reason="stop", stop_reason="END"),
-        output_row(0, "out_", messages=messages, sample_index=1, num_preemptions=2),
+        output_row(0, "out_", messages=messages, request_id="0-0-1", sample_index=1, num_preemptions=2),
     ]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -125,7 +152,7 @@ def test_jsonl_with_messages_samples_and_a_prefix(show, tmp_path):
     assert "messages    user: Hi\n            assistant: [{" in text
     assert "completion  a\n            b\n" in text
     assert "48 tokens (stop at 'END')" in text
-    assert "── row 1 · sample 1 ─" in text
+    assert "── row 1 · row 0 of the input, sample 1 ─" in text
     assert "preempted 2 times" in " ".join(text.split())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_jobs import call, read_rows, save_tiny_model, without_times, write_jsonl
 
+from batchinfer.cli import main as command_line
 from batchinfer.engine.engine import Engine
 from batchinfer.request import Result
 
@@ -197,3 +198,62 @@ def tiny_bytes_per_token(model: Path) -> int:
     config = json.loads((model / "config.json").read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+
+
+def shown(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[list[str], str]:
+    """(headings of the rows that `batchinfer show` prints, what it says beside them)."""
+    capsys.readouterr()
+    assert command_line._run(["show", *map(str, options)]) == 0
+    captured = capsys.readouterr()
+    return [line.strip("─ ") for line in captured.out.splitlines() if line.startswith("──")], captured.err
+
+
+@pytest.mark.parametrize("name", ["out", "out.jsonl"])
+@pytest.mark.parametrize("rows_per_part", [1, 2, 50_000])
+def test_what_an_unfinished_job_has_answered_is_shown(
+    tmp_path: Path,
+    tiny_model: Path,
+    stop_midway: Callable[..., None],
+    rows_per_part: int,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From parts, which a small rows_per_part makes, and from the journal; nothing of the work folder is touched."""
+    rows = [{"id": i, "prompt": f"row {i}", "max_tokens": 12 if i % 3 else 2} for i in range(12)]
+    first = write_jsonl(tmp_path / "a.jsonl", rows[:5])
+    options = ["--input", first, "--input", write_jsonl(tmp_path / "b.jsonl", [*rows[5:], {"id": 12, "prompt": None}])]
+    options += ["--output", tmp_path / name, "--ignore-eos", "--rows-per-part", rows_per_part, "--order", "input"]
+    stop_midway(tiny_model, *options, "--n", 2)
+    before = snapshot(tmp_path)
+    headings, note = shown(capsys, tmp_path / name, "--limit", 99)
+    assert snapshot(tmp_path) == before
+    answered = [int(heading.split(" · id ")[1]) for heading in headings]
+    assert answered == sorted(answered)
+    assert 2 <= len(set(answered)) < 13
+    places = [f"row {i} of a.jsonl" if i < 5 else f"row {i - 5} of b.jsonl" for i in answered]
+    samples = ["" if number % 2 == 0 else ", sample 1" for number in range(len(answered))]
+    parts = zip(range(99), places, samples, answered, strict=False)
+    assert headings == [f"row {number} · {place}{sample} · id {i}" for number, place, sample, i in parts]
+    assert f"{len(set(answered))} of 13 rows are answered so far" in note
+    assert "the same `batchinfer run` command, without --overwrite, carries on" in note
+
+    assert call(tiny_model, *options, "--n", 2) == 0
+    headings, note = shown(capsys, tmp_path / name, "--limit", 99)
+    assert [heading.split(" · id ")[1] for heading in headings] == [str(i) for i in range(12) for _ in range(2)] + [
+        "12"
+    ]
+    assert "not finished" not in note
+
+
+def test_answers_are_shown_though_the_input_has_gone(
+    tmp_path: Path,
+    tiny_model: Path,
+    job: list[object],
+    stop_midway: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_midway(tiny_model, *job)
+    (tmp_path / "in.jsonl").unlink()
+    headings, _ = shown(capsys, tmp_path / "out")
+    assert headings
+    assert all("id" not in heading for heading in headings)
