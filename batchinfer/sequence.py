@@ -23,7 +23,8 @@ class Sequence:
     arrival_time: float  # seconds, time.monotonic; when it entered the waiting queue
     cache_domain: str = ""  # what its KV depends on beside the tokens, see cache.block_pool.key_domain
 
-    output_token_ids: list[int] = field(default_factory=list)  # confirmed; written by Scheduler.commit
+    # Confirmed ones, written by Scheduler.commit; packed, as each step appends to all that run.
+    output_tokens: "array[int]" = field(default_factory=lambda: array("i"))
     token_times: "array[float]" = field(default_factory=lambda: array("d"))  # seconds; one a confirmed token
     first_scheduled_time: float | None = None  # written by the scheduler
 
@@ -44,8 +45,13 @@ class Sequence:
         return self.request.num_prompt_tokens
 
     @property
+    def output_token_ids(self) -> list[int]:
+        """output_tokens as a new list."""
+        return self.output_tokens.tolist()
+
+    @property
     def num_confirmed_tokens(self) -> int:
-        return self.num_prompt_tokens + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_tokens)
 
     @property
     def max_num_tokens(self) -> int:

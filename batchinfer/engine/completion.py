@@ -32,15 +32,15 @@ class Completion:
         """After the scheduler has appended a token to the sequence: whether that ends it."""
         if self._logprobs is not None and logprob is not None:
             self._logprobs.append(logprob)
-        return self._checker.check(self.sequence.output_token_ids)
+        return self._checker.check(self.sequence.output_tokens)
 
     def result(self, stop: Stop, times: RequestTimes) -> Result:
-        sequence = self.sequence
+        sequence, token_ids = self.sequence, self.sequence.output_token_ids
         return Result(
             id=sequence.request.id,
             finish_reason=stop.finish_reason,
-            text=self._checker.text(sequence.output_token_ids, stop),
-            token_ids=sequence.output_token_ids,
+            text=self._checker.text(token_ids, stop),
+            token_ids=token_ids,
             stop_reason=stop.stop_reason,
             prompt_tokens=sequence.num_prompt_tokens,
             cached_prompt_tokens=sequence.num_cached_tokens,

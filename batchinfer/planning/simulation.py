@@ -60,7 +60,7 @@ def simulate(
         assert output is not None, "the scheduler has unfinished requests but runs none of them"
         recorder.add(output, pool.num_used_blocks)
         for sequence, token in scheduler.commit(output, _made_up(output, tokens)).sampled:
-            if token == -1 or len(sequence.output_token_ids) >= expected[sequence.request.id]:
+            if token == -1 or len(sequence.output_tokens) >= expected[sequence.request.id]:
                 scheduler.finish(sequence, "length")
                 intake.num_finished += 1
     return recorder.forecast(sequences, scheduler.num_recomputed_tokens)
@@ -88,7 +88,7 @@ class _Recorder:
         steps = np.array(self._steps, np.float64).reshape(-1, 7).T
         trace = StepTrace(*steps)
         cached = sum(sequence.num_cached_tokens for sequence in sequences)
-        outputs = sum(len(sequence.output_token_ids) for sequence in sequences)
+        outputs = sum(len(sequence.output_tokens) for sequence in sequences)
         return Forecast(
             trace,
             preemptions=sum(sequence.num_preemptions for sequence in sequences),

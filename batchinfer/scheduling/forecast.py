@@ -210,7 +210,7 @@ class Forecast:
         facts, generated, levels = table.length_facts[:, slots], num_generated, table.level[slots]
         if candidates:
             facts = np.concatenate([facts, np.array([length_facts(c) for c in candidates]).T], axis=1)
-            generated = np.concatenate([generated, [len(c.output_token_ids) for c in candidates]])
+            generated = np.concatenate([generated, [len(c.output_tokens) for c in candidates]])
             levels = np.concatenate([levels, table.next_levels(len(candidates))])
         classes, limits, told = facts
         remaining = self._lengths.remaining(classes, generated, limits, levels)

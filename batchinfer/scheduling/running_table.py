@@ -21,11 +21,12 @@ def known_tokens(sequence: Sequence, start: int = 0, stop: int | None = None) ->
     prompt = sequence.request.prompt_token_ids
     num_prompt_tokens = len(prompt)
     if stop is None:
-        stop = num_prompt_tokens + len(sequence.output_token_ids)
+        stop = num_prompt_tokens + len(sequence.output_tokens)
     if stop <= num_prompt_tokens:
         return prompt[start:stop]
-    output = sequence.output_token_ids[max(0, start - num_prompt_tokens) : stop - num_prompt_tokens]
-    answer = np.fromiter(output, np.int32, len(output))
+    answer = np.frombuffer(
+        sequence.output_tokens[max(0, start - num_prompt_tokens) : stop - num_prompt_tokens], np.int32
+    )
     return answer if start >= num_prompt_tokens else np.concatenate([prompt[start:], answer])
 
 
@@ -53,7 +54,7 @@ class RunningTable:
     def __init__(self, max_num_seqs: int, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
         self.sequences = np.full(max_num_seqs, None, np.object_)  # each a Sequence or None
-        self.outputs = np.full(max_num_seqs, None, np.object_)  # the lists of their confirmed tokens
+        self.outputs = np.full(max_num_seqs, None, np.object_)  # their output_tokens
         self._block_tables = np.zeros((max_num_seqs, 0), np.int64)  # widened as longer sequences come
         self.known = np.zeros(max_num_seqs, np.int64)  # prompt and confirmed tokens
         self.in_flight = np.zeros(max_num_seqs, np.int64)  # tokens that steps in flight will sample
@@ -105,7 +106,7 @@ class RunningTable:
         sequence.slot = slot = self._free_slots.pop()
         self._num_slots_used = max(self._num_slots_used, slot + 1)
         self.sequences[slot] = sequence
-        self.outputs[slot] = sequence.output_token_ids
+        self.outputs[slot] = sequence.output_tokens
         self.known[slot] = num_tokens
         self.in_flight[slot] = 0
         self.computed[slot] = num_cached_tokens + count

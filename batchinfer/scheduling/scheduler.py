@@ -238,7 +238,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: str | None = None) -> None:
         """Ends a waiting or running sequence with its answer. Raises ValueError where it has ended already."""
-        request, num_tokens = sequence.request, len(sequence.output_token_ids)
+        request, num_tokens = sequence.request, len(sequence.output_tokens)
         self._end(sequence)
         is_cut = num_tokens >= request.max_tokens
         self._lengths.add(sequence.length_class, num_tokens, is_cut, request.expected_tokens)

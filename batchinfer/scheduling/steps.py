@@ -1,5 +1,6 @@
 """What the scheduler remembers of a step in flight, and what a committed step tells the engine."""
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,8 +49,8 @@ class StepInFlight:
         return sequence.status is not SequenceStatus.FINISHED and sequence not in self.cancelled
 
 
-def _append_each(lists: list[list[int]], items: list[int]) -> None:
-    deque(map(list.append, lists, items), maxlen=0)
+def _append_each(arrays: "list[array[int]]", items: list[int]) -> None:
+    deque(map(array.append, arrays, items), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class StepOutcome:
     """What a step brought.
 
     sequences, token_ids: in batch order, each sequence with its new token, which has been appended to its
-    output_token_ids; -1 for a sequence whose prompt is only scored and has now been computed. The engine decides which
+    output_tokens; -1 for a sequence whose prompt is only scored and has now been computed. The engine decides which
     of them end.
     faulty: sequences whose numbers were not finite. They have been finished with reason "error" and their KV forgotten;
     the engine makes their Results.

@@ -112,7 +112,7 @@ class LoadedScheduler:
         sampled = self.scheduler.commit(output, result).sampled
         spent += time.perf_counter() - start
         ends = self._ends
-        ended = [sequence for sequence, _ in sampled if len(sequence.output_token_ids) >= ends[sequence.request.id.row]]
+        ended = [sequence for sequence, _ in sampled if len(sequence.output_tokens) >= ends[sequence.request.id.row]]
         start = time.perf_counter()
         for sequence in ended:
             self.scheduler.finish(sequence, "stop")

@@ -81,7 +81,7 @@ class SimulatedEngine:
         for sequence, _ in self.scheduler.commit(
             output, StepResult(output.step_id, token_ids, np.ones(count, bool))
         ).sampled:
-            if len(sequence.output_token_ids) == self.rows[sequence.request.id.row].length:
+            if len(sequence.output_tokens) == self.rows[sequence.request.id.row].length:
                 self.scheduler.finish(sequence, "stop")
                 results.append(Result(sequence.request.id, "stop"))
         self._ended += len(results)
@@ -144,7 +144,7 @@ def simulate_job(rows: Rows[JobRow], num_blocks: int, max_model_len: int = 1024,
     engine = SimulatedEngine(rows, config, BlockPool(num_blocks, BLOCK_SIZE), max_model_len)
     feeder = SimulatedFeeder(rows, max_model_len)
     run_loop(cast(Engine, engine), cast(Feeder, feeder), Discard(), config, lambda: None)
-    assert all(len(s.output_token_ids) == rows[s.request.id.row].length for s in engine.sequences)
+    assert all(len(s.output_tokens) == rows[s.request.id.row].length for s in engine.sequences)
     assert len(engine.sequences) == len(rows)
     engine.pool.check_integrity()
     assert engine.pool.num_used_blocks == 0

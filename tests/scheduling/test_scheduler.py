@@ -284,7 +284,7 @@ def test_running_sequences_take_no_memory_for_tokens_that_may_never_come() -> No
 def test_known_tokens_are_those_of_prompt_and_answer(num_output: int) -> None:
     prompt, output = [11, 12, 13, 14], [21, 22, 23, 24, 25][:num_output]
     sequence = make_sequence(0, prompt, 9)
-    sequence.output_token_ids += output
+    sequence.output_tokens.extend(output)
     for start, stop in itertools.combinations_with_replacement(range(len(prompt + output) + 1), 2):
         tokens = known_tokens(sequence, start, stop)
         assert (tokens.dtype, tokens.tolist()) == (np.int32, (prompt + output)[start:stop])
