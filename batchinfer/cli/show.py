@@ -39,7 +39,7 @@ class _Shown:
         if not self.num_rows:
             return f"no {of_which} to show"
         more = "--rows and --limit choose others" if has_range else "--limit N shows more, --rows 0,5-9 others"
-        names = list(self.hidden_columns)
+        names = [" ".join(_printable(name).split()) for name in self.hidden_columns]
         listed = ", ".join(names[:_MOST_COLUMNS]) + (
             f" and {len(names) - _MOST_COLUMNS} more" * (len(names) > _MOST_COLUMNS)
         )

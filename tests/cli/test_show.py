@@ -120,7 +120,7 @@ def test_one_part_counts_its_own_rows(show, directory):
     ],
 )
 def test_what_is_left_out_is_said(tmp_path, capsys, arguments, note):
-    rows = [output_row(n, id=n, prompt="p", a=1, b=2) for n in range(12)]
+    rows = [output_row(n, id=n, prompt="p", **{"a": 1, "b\n": 2}) for n in range(12)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     with pytest.raises(SystemExit) as left:
         cli.main(["show", str(tmp_path / "x.parquet"), *arguments])

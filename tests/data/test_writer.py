@@ -301,13 +301,13 @@ def test_a_job_without_an_answer_binds_nothing(tmp_path: Path, target: str) -> N
     with open_writer(tmp_path / target, second) as output:
         assert not output.is_resumed
         output.add([answer(0, 1)])
-    with pytest.raises(UsageError, match="max_model_len was 100, now 1000000000"):
+    with pytest.raises(UsageError, match="--max-model-len was 100, now 1000000000"):
         open_output(str(tmp_path / target), first)
     with open_writer(tmp_path / target, second) as output:
         output.add([answer(0, 2), answer(0, 0)])
         output.drain()  # the first part is built, and its rows leave the journal
         assert output.num_resumed == 1
-    with pytest.raises(UsageError, match="max_model_len was 100, now 1000000000"):
+    with pytest.raises(UsageError, match="--max-model-len was 100, now 1000000000"):
         open_output(str(tmp_path / target), first)
 
 
