@@ -165,6 +165,7 @@ class Scheduler:
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = self._clock()
             sequence.num_cached_tokens = num_cached_tokens
+            sequence.output_tokens = sequence.output_tokens[:]  # made now, it lies beside those of its batch in memory
         sequence.status = SequenceStatus.RUNNING
         cached = blocks[:num_cached_blocks]
         held_alone, held_by_two = self._pool.held_by(1, cached), self._pool.held_by(2, cached)
