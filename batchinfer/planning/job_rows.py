@@ -46,6 +46,7 @@ class JobRows:
     expected_tokens: list[int] = field(default_factory=list)
     prefixes: PrefixTally = field(default_factory=lambda: PrefixTally(16))
     requests: list[Request] | None = field(default_factory=list)  # None: not all of the job, or too many to keep
+    num_guessed: int = 0  # requests that may end before their max_tokens, and of which no earlier run tells
 
     @property
     def num_requests(self) -> int:
@@ -63,6 +64,7 @@ class JobRows:
         self.prompt_tokens.append(tokens)
         self.max_tokens.append(request.max_tokens)
         self.expected_tokens.append(expected_tokens)
+        self.num_guessed += request.expected_tokens is None and not request.params.never_stops
         self.prefixes.add(request.prompt_token_ids)
         if self.requests is not None:
             self.requests.append(request)

@@ -69,7 +69,7 @@ def plan_job(options: EffectiveOptions, request: PlanRequest, report: Callable[[
         "model": {"source": model.files.source, "dtype": model.dtype, "quantization": model.method},
         "rows": _row_figures(rows),
         "prompt_tokens": _token_figures(rows),
-        "output_tokens": {"expected": forecast.output_tokens, "source": _length_source(config, request)},
+        "output_tokens": {"expected": forecast.output_tokens, "source": _length_source(config, request, rows)},
         "prefix_cache": _prefix_figures(shape),
         "kv": _kv_figures(scenario, rows),
         "memory": _budget(scenario),
@@ -145,11 +145,14 @@ def _token_figures(rows: JobRows) -> dict[str, Any]:
     }
 
 
-def _length_source(config: JobConfig, request: PlanRequest) -> str:
+def _length_source(config: JobConfig, request: PlanRequest, rows: JobRows) -> str:
     if config.scheduler.lengths_from is not None:
         return f"the answers in {config.scheduler.lengths_from}"
     tokens = request.expected_output_tokens
-    return "max_tokens of each row" if tokens is None else f"--expected-output-tokens {tokens}"
+    if tokens is not None:
+        return f"--expected-output-tokens {tokens}"
+    early = "; those that end before make the job shorter, which --lengths-from or --expected-output-tokens foresees"
+    return "max_tokens of each row" + (early if rows.num_guessed else "")
 
 
 def _prefix_figures(shape: JobShape) -> dict[str, Any]:

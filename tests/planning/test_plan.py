@@ -130,6 +130,17 @@ def test_expected_lengths_bind_only_answers_that_may_end(model: Path, tmp_path: 
     assert found["output_tokens"] == {"expected": 2 * 50 + 3 * 8, "source": "--expected-output-tokens 8"}
 
 
+@pytest.mark.parametrize("may_end", [False, True])
+def test_a_plan_by_max_tokens_says_whether_answers_may_end_before(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], may_end: bool
+) -> None:
+    rows = [{"prompt": "abc", "ignore_eos": not (may_end and i == 1)} for i in range(3)]
+    plan(model, tmp_path, "--input", write_jsonl(tmp_path / "rows.jsonl", rows), "--max-tokens", 6)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("answers"))
+    assert line.startswith("answers       18 tokens expected, by max_tokens of each row")
+    assert line.endswith("which --lengths-from or --expected-output-tokens foresees") == may_end
+
+
 def test_lengths_of_an_earlier_run(model: Path, tiny_model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "ab" * i, "max_tokens": 5 * i} for i in (1, 2, 3)]
     source = write_jsonl(tmp_path / "rows.jsonl", rows)
