@@ -6,9 +6,9 @@
 
 namespace batchinfer {
 
-constexpr int CHUNK = 64;          // keys that are laid out and multiplied at once; chunks start at multiples of it
+constexpr int CHUNK = 128;         // keys that are laid out and multiplied at once; chunks start at multiples of it
 constexpr int GROUP = 16;          // keys that are laid out at a time
-constexpr int64_t SPAN = 8 * CHUNK;  // keys that share one running softmax; spans start at multiples of it
+constexpr int64_t SPAN = 4 * CHUNK;  // keys that share one running softmax; spans start at multiples of it
 constexpr int64_t TILE_ROWS = 192;  // most rows (queries x query heads of one KV head) of a tile, where a query has fewer
 constexpr float LOG2_E = 1.44269504f;
 

@@ -6,6 +6,7 @@
 namespace batchinfer {
 
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 // 2^x to 1e-7 of its value for x <= 0; exactly 1 at 0; 0 below -126; NaN for NaN.
 // x = n + r, then the Taylor series of 2^r, whose next term is below 2^-27.
@@ -86,13 +87,15 @@ struct Softmax {
 // What turns a chunk's products of queries and keys into weights of values.
 struct Factors {
     alignas(64) float key[CHUNK], value[CHUNK];
-    float base;  // of scores, without a token's scale
-    float cap;   // the soft cap in powers of two, and key holds factors to cap's unit; 0: none
+    float base;       // of scores, without a token's scale
+    float cap;        // the soft cap in powers of two, and key holds factors to cap's unit; 0: none
+    bool has_values;  // whether those in `value` count
 
     void set_scales(const Problem& p, int64_t kv_head) {
         float factor = float(p.scale) * p.static_key_scale(kv_head);
         cap = float(p.soft_cap) * LOG2_E;
         base = p.soft_cap > 0 ? factor / float(p.soft_cap) : factor * LOG2_E;
+        has_values = p.scales_per_token;
         std::fill_n(key, CHUNK, base), std::fill_n(value, CHUNK, 1.0f);
     }
 
@@ -102,55 +105,98 @@ struct Factors {
             value[g * GROUP + j] = j < count ? value_scales[j] : 0.0f;  // beyond it there may be NaN
         }
     }
+
+    // Whether `base` is all that scores lack: it is left to what reads them, and the highest remains the highest.
+    bool is_one() const { return !has_values && !(cap > 0) && base > 0; }
+
+    // Of the n scores of a row.
+    void apply(float* scores, int n) const {
+        for (int k = 0; k < n; k += LANES) {
+            Vec t = load_vec(scores + k) * load_vec(key + k);
+            if (cap > 0) t = (1.0f - 2.0f / (exp_vec(t * 2.0f) + 1.0f)) * cap;  // tanh
+            store_vec(scores + k, t);
+        }
+    }
 };
 
 // The keys of a chunk that a query sees.
 struct Sight {
     int first, last;
-};
 
-// Scores of one row, [16 * GROUPS], to weights, `bias` added to each; the row's softmax moves on. Returns the decay of
-// what came before.
-template <class Math, int GROUPS, bool CAPPED>
-float weigh(const float* scores, const Factors& f, Sight sight, float bias, float& best, float* total,
-            typename Math::Element* weights) {
-    constexpr int N = GROUPS * GROUP / LANES;
-    constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
-    Vec t[N], most = splat(best);
-    for (int i = 0; i < N; i++) {
-        t[i] = load_vec(scores + i * LANES) * load_vec(f.key + i * LANES) + bias;
-        if (CAPPED) t[i] = (1.0f - 2.0f / (exp_vec(t[i] * 2.0f) + 1.0f)) * f.cap;  // tanh
-    }
-    if (sight.first > 0 || sight.last < GROUPS * GROUP - 1) {
+    // The others' scores, of n, get no weight.
+    void hide_others(float* scores, int n) const {
+        if (first <= 0 && last >= n - 1) return;
         IntVec place;
         for (int j = 0; j < LANES; j++) place[j] = j;
-        for (int i = 0; i < N; i++, place += LANES)
-            t[i] = (place < sight.first) | (place > sight.last) ? splat(HIDDEN) : t[i];
+        for (int k = 0; k < n; k += LANES, place += LANES) {
+            Vec t = load_vec(scores + k);
+            store_vec(scores + k, (place < first) | (place > last) ? splat(HIDDEN) : t);
+        }
     }
-    for (int i = 0; i < N; i++) most = max_vec(t[i], most);
-    float highest = max_lanes(most);
-    Vec decay = Math::exp2(splat(best - highest));
-    Vec sum = load_vec(total) * decay;
-    for (int i = 0; i < N; i++) {
-        Vec weight = Math::exp2(t[i] - highest);
-        sum += weight;
-        Math::store_weights(weight * load_vec(f.value + i * LANES), weights + i * (LANES / Math::PER_ELEMENT));
-    }
-    store_vec(total, sum);
-    best = highest;
-    return decay[0];
+};
+
+inline float highest_of(const float* scores, int n) {
+    Vec most = splat(HIDDEN);
+    for (int k = 0; k < n; k += LANES) most = max_vec(load_vec(scores + k), most);
+    return max_lanes(most);
 }
 
-template <class Math, bool CAPPED>
-float weigh_groups(int groups, const float* scores, const Factors& f, Sight sight, float bias, float& best,
-                   float* total, typename Math::Element* weights) {
-    static_assert(CHUNK / GROUP == 4, "one case a number of groups");
-    switch (groups) {
-        case 1: return weigh<Math, 1, CAPPED>(scores, f, sight, bias, best, total, weights);
-        case 2: return weigh<Math, 2, CAPPED>(scores, f, sight, bias, best, total, weights);
-        case 3: return weigh<Math, 3, CAPPED>(scores, f, sight, bias, best, total, weights);
-        default: return weigh<Math, 4, CAPPED>(scores, f, sight, bias, best, total, weights);
+// The rows of one block of the products over one chunk: their scores, which become weights. `bias` is added to each score
+// of a row; decay tells what remains of a row's sums over earlier keys.
+template <class Math>
+struct ScoreBlock {
+    using Element = typename Math::Element;
+    static constexpr int ROWS = Math::MAX_ROWS, PADDED = (ROWS + LANES - 1) / LANES * LANES;
+    alignas(64) float scores[ROWS * CHUNK];
+    alignas(64) Element weights[ROWS * CHUNK];
+    alignas(64) float decay[PADDED];
+    Sight sight[ROWS];
+    float bias[ROWS];
+
+    // Of the first `rows` rows and n keys. The rows' softmaxes move on.
+    void weigh(int64_t rows, int n, const Factors& f, float* best, float* total) {
+        alignas(64) float highest[PADDED];
+        std::fill_n(highest, PADDED, LOWEST);
+        std::copy_n(best, rows, highest);
+        const float factor = f.is_one() ? f.base : 1.0f;
+        raise(rows, n, f, factor, highest);
+        std::copy_n(highest, rows, best);
+        for (int64_t i = 0; i < rows; i++) {
+            auto weigh_row = f.has_values ? &ScoreBlock::weigh_row<true> : &ScoreBlock::weigh_row<false>;
+            (this->*weigh_row)(i, n, f, factor, bias[i] - highest[i], total + i * LANES);
+        }
     }
-}
+
+   private:
+    // The highest score of each row, and what that makes of the earlier sums: one vector of all rows.
+    void raise(int64_t rows, int n, const Factors& f, float factor, float* highest) {
+        alignas(64) float most[PADDED];
+        std::fill_n(most, PADDED, LOWEST);
+        for (int64_t i = 0; i < rows; i++) {
+            float* own = scores + i * CHUNK;
+            if (!f.is_one()) f.apply(own, n);
+            sight[i].hide_others(own, n);
+            most[i] = highest_of(own, n) * factor + bias[i];
+        }
+        for (int i = 0; i < PADDED; i += LANES) {
+            Vec before = load_vec(highest + i), now = max_vec(load_vec(most + i), before);
+            store_vec(highest + i, now);
+            store_vec(decay + i, Math::exp2(before - now));
+        }
+    }
+
+    template <bool HAS_VALUES>
+    void weigh_row(int64_t i, int n, const Factors& f, float factor, float offset, float* total) {
+        const float* own = scores + i * CHUNK;
+        Element* to = weights + i * (CHUNK / Math::PER_ELEMENT);
+        Vec sum = load_vec(total) * decay[i];
+        for (int k = 0; k < n; k += LANES) {
+            Vec weight = Math::exp2(load_vec(own + k) * factor + offset);
+            sum += weight;
+            Math::store_weights(HAS_VALUES ? weight * load_vec(f.value + k) : weight, to + k / Math::PER_ELEMENT);
+        }
+        store_vec(total, sum);
+    }
+};
 
 }  // namespace batchinfer

@@ -31,6 +31,7 @@ template <class Math>
 class TileAttention {
     using Element = typename Math::Element;
     static constexpr int64_t SEGMENTS = SPAN / SEGMENT;  // of a span
+    static constexpr int PART = 4;  // groups that are laid out together where there is one block of rows
 
    public:
     TileAttention(const Problem& problem, const Layout<Math>& layout, const Tile& tile, int64_t kv_head)
@@ -77,9 +78,9 @@ class TileAttention {
     struct Memory {
         AlignedBuffer<Element> queries, keys, values;
         AlignedBuffer<float> scratch, span, offsets, bias;
-        alignas(64) float scores[Math::MAX_ROWS * CHUNK];
-        alignas(64) Element weights[Math::MAX_ROWS * CHUNK];
-        float decay[Math::MAX_ROWS];
+        ScoreBlock<Math> block;
+        float ones[Math::MAX_ROWS];
+        Memory() { std::fill_n(ones, Math::MAX_ROWS, 1.0f); }
         Factors factors;
         Chunk chunks[2];
     };
@@ -157,24 +158,24 @@ class TileAttention {
         }
     }
 
-    void lay_out_keys(int groups) {
-        for (int g = 0; g < groups; g++)
+    void lay_out_keys(int first, int end) {
+        for (int g = first; g < end; g++)
             layout_.pack_keys(now_->groups[g], p_.head_dim, keys_ + g * GROUP, scratch_);
     }
 
-    void lay_out_values(int groups) {
+    void lay_out_values(int first, int end) {
         int64_t size = values_stride_ * GROUP / Math::PER_ELEMENT;
-        for (int g = 0; g < groups; g++)
+        for (int g = first; g < end; g++)
             layout_.pack_values(now_->groups[g], p_.head_dim, values_ + g * size);
     }
 
-    // For a single block values are laid out after the scores: what is asked for of the next chunk spreads over more time.
+    // For a single block keys and values are laid out a part at a time, between the products: what is asked for of the
+    // next chunk spreads over more time.
     void attend(int64_t key, int groups, const Softmax& result) {
         Ahead keys, values;
         for (const Group& group : next_->groups)
             keys.add(group.keys, GROUP * p_.row_bytes()), values.add(group.values, GROUP * p_.row_bytes());
-        lay_out_keys(groups);
-        if (rows_ > Math::MAX_ROWS) lay_out_values(groups);
+        if (rows_ > Math::MAX_ROWS) lay_out_keys(0, groups), lay_out_values(0, groups);
         for (int64_t r = 0; r < rows_; r += Math::MAX_ROWS) attend_block(r, key, groups, result, keys, values);
         keys.rest(), values.rest();
     }
@@ -182,25 +183,34 @@ class TileAttention {
     // The rows of one block of the products, from r on, over one chunk.
     void attend_block(int64_t r, int64_t key, int groups, const Softmax& result, Ahead& keys, Ahead& values) {
         Memory& m = memory_;
+        const bool is_single = rows_ <= Math::MAX_ROWS;
         int64_t rows = std::min<int64_t>(Math::MAX_ROWS, rows_ - r);
         Sight last = sight_of(r + rows - 1, key);
         if (last.last < 0 || sight_of(r, key).first >= CHUNK) return;
-        int seen = std::min(groups, last.last / GROUP + 1);
-        multiply_rows<Math>(rows, seen,
-                            {queries_ + r * steps_, steps_, keys_, CHUNK, steps_, m.scores, CHUNK, nullptr, &keys});
-        weigh_rows(r, rows, key, seen, result);
-        if (rows_ <= Math::MAX_ROWS) lay_out_values(groups);
-        multiply_rows<Math>(rows, width_ / GROUP,
-                            {m.weights, CHUNK, values_, values_stride_, seen * GROUP / Math::PER_ELEMENT,
-                             result.weighted + r * width_, width_, m.decay, &values});
+        int seen = std::min(groups, last.last / GROUP + 1), part = is_single ? PART : seen;
+        for (int g = 0; g < seen; g += part) {
+            int end = std::min(g + part, seen);
+            if (is_single) lay_out_keys(g, end);
+            multiply_rows<Math>(rows, end - g, {queries_ + r * steps_, steps_, keys_ + g * GROUP, CHUNK, steps_,
+                                                m.block.scores + g * GROUP, CHUNK, nullptr, &keys});
+        }
+        weigh(r, rows, key, seen, result);
+        for (int g = 0; g < seen; g += part) {
+            int end = std::min(g + part, seen);
+            if (is_single) lay_out_values(g, end);
+            multiply_rows<Math>(rows, width_ / GROUP,
+                                {m.block.weights + g * GROUP / Math::PER_ELEMENT, CHUNK / Math::PER_ELEMENT,
+                                 values_ + g * values_stride_ * GROUP / Math::PER_ELEMENT, values_stride_,
+                                 (end - g) * GROUP / Math::PER_ELEMENT, result.weighted + r * width_, width_,
+                                 g ? m.ones : m.block.decay, &values});
+        }
     }
 
-    void weigh_rows(int64_t r, int64_t rows, int64_t key, int groups, const Softmax& result) {
-        Memory& m = memory_;
-        auto weigh_row = m.factors.cap > 0 ? weigh_groups<Math, true> : weigh_groups<Math, false>;
+    void weigh(int64_t r, int64_t rows, int64_t key, int groups, const Softmax& result) {
+        ScoreBlock<Math>& block = memory_.block;
         for (int64_t i = 0; i < rows; i++)
-            m.decay[i] = weigh_row(groups, m.scores + i * CHUNK, m.factors, sight_of(r + i, key), bias_of(r + i, key),
-                                   result.best[r + i], result.total + (r + i) * LANES, m.weights + i * CHUNK);
+            block.sight[i] = sight_of(r + i, key), block.bias[i] = bias_of(r + i, key);
+        block.weigh(rows, groups * GROUP, memory_.factors, result.best + r, result.total + r * LANES);
     }
 
     Sight sight_of(int64_t row, int64_t key) const {

@@ -150,10 +150,10 @@ def test_offset_of_the_first_segment_changes_no_bit_of_what_it_alone_is_in():
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
 def test_decoding_has_the_bits_of_a_prompt(heads_per_kv, head_dim, cache_dtype):
     """A tile of few rows is not laid out, yet its sums are the same."""
-    batch = make_batch([150], [150], 2 * heads_per_kv, 2, head_dim, 16, torch.bfloat16, cache_dtype)
+    batch = make_batch([300], [300], 2 * heads_per_kv, 2, head_dim, 16, torch.bfloat16, cache_dtype)
     q, k, v, table, offsets, seq_lens, *rest = batch
     whole = paged_attention(*batch)
-    for position in (0, 15, 16, 63, 64, 100, 149):
+    for position in (0, 15, 16, 63, 64, 100, 127, 128, 191, 192, 299):
         one = q[position : position + 1]
         offsets, seq_lens = torch.tensor([0, 1]), torch.tensor([position + 1])
         assert torch.equal(paged_attention(one, k, v, table, offsets, seq_lens, *rest)[0], whole[position])
@@ -216,7 +216,7 @@ def test_bf16_prompt_is_the_same_in_chunks_of_any_size(cache_dtype):
     q, k, v, table, _, _, *rest = make_batch([600], [600], 6, 2, 64, 16, torch.bfloat16, cache_dtype)
     whole = paged_attention(q, k, v, table, torch.tensor([0, 600]), torch.tensor([600]), *rest)
     for chunk in (1, 97, 256):
-        starts = range(0, 600, chunk) if chunk > 1 else (0, 63, 64, 511, 512, 599)
+        starts = range(0, 600, chunk) if chunk > 1 else (0, 63, 64, 127, 128, 511, 512, 599)
         for start in starts:
             end = min(start + chunk, 600)
             offsets = torch.tensor([0, end - start])
