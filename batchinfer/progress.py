@@ -52,10 +52,9 @@ class Progress:
         self._display.close()
 
     def _show(self, figures: ProgressFigures) -> None:
-        text = (
-            f"{figures.rows_done:,}/{self._num_rows:,} rows, "
-            f"{figures.output_tokens / self._display.elapsed():,.0f} output tokens/s, {figures.errors:,} errors"
-        )
+        rate = figures.output_tokens / self._display.elapsed()
+        errors = f"{figures.errors:,} error{'' if figures.errors == 1 else 's'}"
+        text = f"{figures.rows_done:,}/{self._num_rows:,} rows, {rate:,.0f} output tokens/s, {errors}"
         self._display.show(share_done(figures, self._num_rows), text)
 
 

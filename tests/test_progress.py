@@ -90,7 +90,7 @@ def test_on_a_terminal_a_bar():
     progress.close(figures(100))
     shown = stream.getvalue()
     assert " 40%|" in shown
-    assert "40/100 rows, 240 output tokens/s, 1 errors" in shown
+    assert "40/100 rows, 240 output tokens/s, 1 error [" in shown
     assert "100%|" in shown
     assert shown.endswith("\n")
 

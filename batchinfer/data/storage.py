@@ -13,6 +13,7 @@ from batchinfer.errors import BatchInferError
 HINTS = {
     errno.ENOSPC: "free some space there, then run the same command again: finished rows are kept",
     errno.EDQUOT: "raise the quota or free some space, then run the same command again: finished rows are kept",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), then run the same command again: finished rows are kept",
     errno.EACCES: "make it writable for this user or choose another --output",
     errno.EPERM: "make it writable for this user or choose another --output",
     errno.EROFS: "the file system is read-only; choose another --output",

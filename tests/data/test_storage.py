@@ -58,7 +58,12 @@ def test_a_file_appears_whole_or_not_at_all(storage: Storage) -> None:
 
 @pytest.mark.parametrize(
     ("code", "advice"),
-    [(errno.ENOSPC, "free some space"), (errno.EROFS, "choose another --output"), (errno.EIO, "run the same command")],
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EFBIG, "raise the limit on file sizes (ulimit -f)"),
+        (errno.EROFS, "choose another --output"),
+        (errno.EIO, "run the same command"),
+    ],
 )
 def test_faults_name_the_path_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
