@@ -69,9 +69,12 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return int(self._ref_counts[block_id])
 
-    def held_by(self, count: int, block_ids: BlockIds) -> BlockIds:
-        """Those of the blocks that have so many references."""
-        return block_ids[self._ref_counts[block_ids] == count] if len(block_ids) else block_ids
+    def held_by_few(self, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
+        """Those of the blocks that have one reference, and those that have two."""
+        ref_counts = self._ref_counts[block_ids]
+        if not len(block_ids) or not np.count_nonzero(ref_counts <= 2):  # none shared, or a beginning by many
+            return block_ids[:0], block_ids[:0]
+        return block_ids[ref_counts == 1], block_ids[ref_counts == 2]
 
     def allocate(self, num_blocks: int) -> BlockIds:
         """Takes blocks of undefined content, one reference each. Raises OutOfBlocks, taking none."""

@@ -89,7 +89,7 @@ class Forecast:
         fits, end = num_new <= num_free, sequence.num_tokens_to_compute
         if fits and not is_alone and not self._fits_anyway(end):
             # Nobody has alone what more than two hold.
-            owners = self._table.owners(pool.held_by(2, cached)) if num_shared else []
+            owners = self._table.owners(pool.held_by_few(cached)[1]) if num_shared else []
             num_used = pool.num_blocks - num_free_before
             fits = self._fits(sequence, len(token_ids), num_shared, num_used, owners)
             end = len(token_ids) + self._candidates[sequence]

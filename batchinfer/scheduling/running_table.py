@@ -149,8 +149,7 @@ class RunningTable:
 
     def owners(self, blocks: BlockIds) -> list[int]:
         """The slot that has it alone, for each of the blocks in use that one has alone."""
-        owners = self._owner[blocks]
-        return owners[owners >= 0].tolist()
+        return [owner for owner in self._owner[blocks].tolist() if owner >= 0]
 
     def blocks_of(self, slot: int) -> BlockIds:
         """Its block table; a view, which is another sequence's once the slot has been freed."""

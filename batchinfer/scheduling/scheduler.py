@@ -167,9 +167,8 @@ class Scheduler:
             sequence.num_cached_tokens = num_cached_tokens
             sequence.output_tokens = sequence.output_tokens[:]  # made now, it lies beside those of its batch in memory
         sequence.status = SequenceStatus.RUNNING
-        cached = blocks[:num_cached_blocks]
-        held_alone, held_by_two = self._pool.held_by(1, cached), self._pool.held_by(2, cached)
-        start = Start(sequence, token_ids, blocks, num_cached_tokens, count, held_alone, held_by_two)
+        held = self._pool.held_by_few(blocks[:num_cached_blocks])
+        start = Start(sequence, token_ids, blocks, num_cached_tokens, count, *held)
         slot = self._table.place(start, self._next_step_id)
         self._register(sequence, blocks, num_cached_blocks, (num_cached_tokens + count) // self._block_size)
         return StartedSequence(slot, sequence.request, token_ids, blocks, num_cached_tokens), count

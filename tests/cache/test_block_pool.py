@@ -107,6 +107,33 @@ def test_only_the_tokens_written_are_registered_and_more_can_follow() -> None:
     assert pool.match_prefix(tokens) == blocks
 
 
+def test_a_sequence_that_grows_stays_one_run_until_another_hangs_on_its_end() -> None:
+    pool = BlockPool(10, 2)
+    tokens = ids(1, 2, 3, 4, 5, 6, 7, 8)
+    blocks, more, other = fill(pool, tokens[:4]), pool.allocate(2), pool.allocate(3)
+    pool.register(more[:1], tokens[4:6], 2, parent=blocks[1])
+    assert len(pool._index._index) == 1
+    pool.register([*blocks, *more[:1], other[0]], ids(1, 2, 3, 4, 5, 6, 9, 9), 8)  # from the start, as another would
+    pool.register(more[1:], tokens[6:], 2, parent=more[0])
+    pool.register(other[1:2], ids(9, 9), 2, parent=more[0])  # a double
+    assert len(pool._index._index) == 3
+    assert pool.match_prefix(tokens) == blocks + more
+    assert pool.match_prefix(ids(1, 2, 3, 4, 5, 6, 9, 9)) == [*blocks, more[0], other[0]]
+    pool.check_integrity()
+
+
+def test_a_run_that_lost_its_end_does_not_grow_again() -> None:
+    """Else what hung on the lost block would be found after the new one."""
+    pool = BlockPool(10, 2)
+    blocks, follower, new = fill(pool, ids(1, 2, 3, 4, 5, 6)), pool.allocate(1), pool.allocate(1)
+    pool.register(follower, ids(7, 8), 2, parent=blocks[1])
+    assert pool.match_prefix(ids(1, 2, 3, 4, 7, 8)) == [*blocks[:2], *follower]
+    pool.drop([blocks[1]])
+    pool.register(new, ids(9, 9), 2, parent=blocks[0])
+    assert pool.match_prefix(ids(1, 2, 9, 9, 7, 8)) == [blocks[0], *new]
+    pool.check_integrity()
+
+
 def test_freed_blocks_stay_findable_and_the_least_recently_used_goes_first() -> None:
     pool = BlockPool(4, 2)
     old, new = fill(pool, ids(1, 2, 3, 4)), fill(pool, ids(5, 6, 7, 8))
