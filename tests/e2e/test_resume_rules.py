@@ -134,7 +134,12 @@ def test_what_changes_no_answer_may_change_when_a_job_carries_on(
     harmless = ["--threads", 2, "--kv-cache-memory", "1MiB", "--max-num-seqs", 3, "--block-size", 8]
     harmless += ["--max-num-batched-tokens", 40, "--no-enable-prefix-caching", "--max-errors", "5", "--deadline", "1h"]
     assert call(tiny_model, *job, *harmless) == 0
-    assert json.loads((tmp_path / "out" / "_stats.json").read_text())["rows_resumed"] >= 4
+    stats = json.loads((tmp_path / "out" / "_stats.json").read_text())
+    assert stats["rows_resumed"] >= 4
+    assert stats["rows"] == 12 == stats["this_run"]["rows"] + stats["rows_resumed"]
+    tokens_per_s = stats["this_run"]["completion_tokens"] / stats["busy_seconds"]
+    assert stats["output_tokens_per_s"] == pytest.approx(tokens_per_s)
+    assert stats["completion_tokens"] == sum(row["completion_tokens"] for row in read_rows(tmp_path / "out"))
     assert call(tiny_model, *job, "--output", tmp_path / "calm") == 0
     assert without_times(read_rows(tmp_path / "out")) == without_times(read_rows(tmp_path / "calm"))
 
