@@ -99,8 +99,8 @@ def _counted(rows: "Iterator[OutputRow]", limit: int | None, shown: _Shown) -> "
 def _unfinished_note(output: str, unfinished: "UnfinishedOutput") -> str:
     done, total = unfinished.num_done, unfinished.num_rows
     return (
-        f"{output}: the job is not finished: {done:,} of {total:,} rows are answered so far; the same `batchinfer run` "
-        "command, without --overwrite, carries on"
+        f"{output}: the job is not finished: {done:,} of {total:,} rows are answered so far; where no run is at work "
+        "on it, the same `batchinfer run` command, without --overwrite, carries on"
     )
 
 
