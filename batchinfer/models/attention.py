@@ -52,7 +52,7 @@ class Attention:
     def project(self, hidden: Tensor) -> Tensor:
         """Queries, keys and values side by side, [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]; hidden:
         [num_tokens, hidden_size]."""
-        return self._qkv(hidden).unflatten(-1, (-1, self._spec.head_dim))
+        return self._qkv(hidden).view(hidden.shape[0], -1, self._spec.head_dim)
 
     def store(
         self, heads: Tensor, batch: Batch, rotation: StepRotation, cache: PagedKVCache, known: KnownKeys = (None, None)
@@ -62,7 +62,7 @@ class Attention:
         heads: what `project` returned. known: of the keys, where the cache makes use of it.
         """
         spec = self._spec
-        q, k, v = heads.split([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        q, k, v = heads.split_with_sizes([spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = rms_norm(q, self._q_norm, spec.rms_norm_eps), rms_norm(k, self._k_norm, spec.rms_norm_eps)
         rotated = (q, k, v, rotation.rows, rotation.cos_sin)

@@ -14,10 +14,11 @@ class GatedMLP:
         self._gate_up = gate_up
         self._down = down
         self._activation = activation
+        # Which applies the gate itself.
+        self._gating = gate_up if isinstance(gate_up, PackedLinear | Int8Linear) and gate_up.can_gate else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[num_tokens, hidden_size] to the same."""
-        gate_up = self._gate_up
-        if isinstance(gate_up, PackedLinear | Int8Linear) and gate_up.can_gate:
-            return self._down(gate_up.gated(hidden, self._activation))
-        return self._down(gated_activation(gate_up(hidden), self._activation))
+        if self._gating is not None:
+            return self._down(self._gating.gated(hidden, self._activation))
+        return self._down(gated_activation(self._gate_up(hidden), self._activation))

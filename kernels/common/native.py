@@ -59,11 +59,10 @@ def can_run(operation: str, *activations: torch.Tensor) -> bool:
     """Whether the native code takes an operation with these activations: all on the CPU, of one float dtype. Builds the
     code where no earlier process did; where this machine cannot build it, that is said once and the answer is no."""
     dtype = activations[0].dtype
-    return (
-        all(tensor.is_cpu and tensor.dtype == dtype for tensor in activations)
-        and dtype in ACTIVATION_DTYPES
-        and _library(operation) is not None
-    )
+    for tensor in activations:  # no generator: it is asked before each operation of each layer
+        if not tensor.is_cpu or tensor.dtype != dtype:
+            return False
+    return dtype in ACTIVATION_DTYPES and _library(operation) is not None
 
 
 def function(operation: str, name: str, *argtypes: type) -> Callable[..., None]:
@@ -72,6 +71,11 @@ def function(operation: str, name: str, *argtypes: type) -> Callable[..., None]:
     entry.argtypes = argtypes
     entry.restype = None
     return entry
+
+
+def dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor itself where it is dense and of the dtype, else such a copy."""
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def dense_rows(tensor: torch.Tensor) -> torch.Tensor:

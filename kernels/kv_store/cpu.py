@@ -66,7 +66,7 @@ def kv_store(
     v_scale: torch.Tensor | None,
 ) -> None:
     """See the package's `kv_store`."""
-    k, v, slots = native.dense_rows(k), native.dense_rows(v), slot_mapping.to(torch.int64).contiguous()
+    k, v, slots = native.dense_rows(k), native.dense_rows(v), native.dense(slot_mapping, torch.int64)
     k_scale, v_scale = (a_head(scale, k.shape[1]) for scale in (k_scale, v_scale))
     _run()(ctypes.byref(_problem(k, v, k_cache, v_cache, slots, k_scale, v_scale)))
 
@@ -88,11 +88,11 @@ def rotary_kv_store(
 ) -> torch.Tensor:
     """See the package's `rotary_kv_store`."""
     q, k, v = native.dense_rows(q), native.dense_rows(k), native.dense_rows(v)
-    slots, positions = slot_mapping.to(torch.int64).contiguous(), positions.to(torch.int64).contiguous()
-    cos_sin_cache = cos_sin_cache.to(torch.float32).contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype)
+    slots, positions = native.dense(slot_mapping, torch.int64), native.dense(positions, torch.int64)
+    cos_sin_cache = native.dense(cos_sin_cache, torch.float32)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if token_positions is not None:
-        token_positions = token_positions.to(torch.int64).contiguous()
+        token_positions = native.dense(token_positions, torch.int64)
     rotation = Rotation(
         *(q.data_ptr(), out.data_ptr(), positions.data_ptr(), cos_sin_cache.data_ptr()),
         *(address(k_offset), address(k_weight), address(token_positions)),

@@ -48,18 +48,18 @@ def paged_attention(
 ) -> torch.Tensor:
     """See the package's `paged_attention`."""
     q = native.dense_rows(q)
-    block_table, cu_seqlens_q, seq_lens = (
-        tensor.to(torch.int32).contiguous() for tensor in (block_table, cu_seqlens_q, seq_lens)
-    )
-    out = torch.empty(q.shape, dtype=q.dtype)
+    block_table, seq_lens = native.dense(block_table, torch.int32), native.dense(seq_lens, torch.int32)
+    cu_seqlens_q = native.dense(cu_seqlens_q, torch.int32)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     num_seqs, max_blocks = block_table.shape
     k_scale, v_scale = a_head(k_scale, num_kv_heads), a_head(v_scale, num_kv_heads)
     sinks = None if variant.sinks is None else variant.sinks.contiguous()
     problem = Problem(
-        *map(address, (q, out, k_cache, v_cache, k_scale, v_scale, sinks, variant.k_offset)),
-        *map(address, (block_table, cu_seqlens_q, seq_lens)),
+        *(q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(address(k_scale), address(v_scale), address(sinks), address(variant.k_offset)),
+        *(block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr()),
         *(*q.stride()[:2], k_cache.stride(0) * k_cache.itemsize),
         *(num_seqs, max_blocks, num_q_heads, num_kv_heads, head_dim, block_size),
         *(native.FORMATS[q.dtype], native.FORMATS[k_cache.dtype]),

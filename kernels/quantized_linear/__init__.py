@@ -33,6 +33,8 @@ __all__ = [
     "quantized_linear",
 ]
 
+_HOST_WEIGHTS = PackedWeight | QuantizedWeight
+
 
 def quantize_weight(weight: torch.Tensor, is_gated: bool = False) -> QuantizedWeight | Int8GpuWeight:
     """weight: [num_outputs, num_inputs], bf16, fp16 or fp32. Symmetric: the largest magnitude of each group of 192
@@ -127,9 +129,9 @@ def gated_linear(
 
     Other arguments as theirs; kind as gated_activation's.
     """
-    if isinstance(weight, PackedWeight | QuantizedWeight) and weight.is_paired and cpu.can_gate(x, kind):
+    if isinstance(weight, _HOST_WEIGHTS) and weight.is_paired and cpu.can_gate(x, kind):
         _check(x, weight, bias)
-        out = torch.empty(len(x), weight.num_outputs // 2, dtype=x.dtype)
+        out = x.new_empty(x.shape[0], weight.num_outputs // 2)
         cpu.gated_linear(x, weight, bias, kind, out)
         return out
     if isinstance(weight, PackedWeight | GpuWeight):
@@ -181,9 +183,9 @@ def _checked_out(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     _check(x, weight, bias)
-    shape = (len(x), weight.num_outputs)
+    shape = (x.shape[0], weight.num_outputs)
     if out is None:
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        return x.new_empty(shape)
     if out.shape != shape or not out.is_contiguous():
         raise ValueError(f"out must be dense {shape}, not {tuple(out.shape)}")
     return out

@@ -115,14 +115,12 @@ def _product(
     x: torch.Tensor, weight: PackedWeight | QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor, gate: int
 ) -> None:
     x = x.contiguous()
-    run: Callable[..., None]
-    form: Packed | Weight
-    if isinstance(weight, PackedWeight):
-        run, form = _run_packed(), Packed.of(weight, bias)
-    else:
-        run, form = _run(), Weight.of(weight, bias)
+    if not weight.native or weight.native[0] is not bias:
+        form = Packed.of(weight, bias) if isinstance(weight, PackedWeight) else Weight.of(weight, bias)
+        weight.native[:] = bias, ctypes.byref(form)
+    run = _run_packed() if isinstance(weight, PackedWeight) else _run()
     run(
-        *(x.data_ptr(), len(x), ctypes.byref(form), out.data_ptr()),
+        *(x.data_ptr(), x.shape[0], weight.native[1], out.data_ptr()),
         *(native.FORMATS[x.dtype], native.FORMATS[out.dtype], gate, torch.get_num_threads()),
     )
 

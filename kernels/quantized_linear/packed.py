@@ -2,7 +2,8 @@
 in blocks of outputs. Shared by the backends of packed_linear."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,8 @@ class PackedWeight:
     other and none is filled up.
 
     is_paired: the blocks hold the outputs in the order of pair_halves.
+
+    native: what a backend made of all that for its calls, with the bias that goes with it; empty before the first.
     """
 
     kind: Kind
@@ -50,6 +53,7 @@ class PackedWeight:
     num_outputs: int
     num_inputs: int
     is_paired: bool
+    native: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:

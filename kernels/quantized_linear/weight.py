@@ -1,7 +1,8 @@
 """The int8 form of a linear layer's weight, and the order of the outputs of gated layers. Shared by the backends that
 make and use such weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ class QuantizedWeight:
     values: int8 [blocks, inputs / 4, COLUMNS, 4], from -127 to 127; scales: float32 [blocks, groups, COLUMNS];
     offsets: int32 [blocks, groups, COLUMNS], -128 times the sum of a group's values, which takes back what bytes gain
     by being unsigned. is_paired: the outputs are in the order of pair_halves.
+    native: as of PackedWeight.
     """
 
     values: torch.Tensor
@@ -42,6 +44,7 @@ class QuantizedWeight:
     num_outputs: int
     num_inputs: int
     is_paired: bool
+    native: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def empty(

@@ -46,7 +46,7 @@ def add_rms_norm(
     """See the package's `add_rms_norm`."""
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     n = x.shape[-1]
-    out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    out, total = torch.empty_like(x), torch.empty_like(x)
     _run_add()(
         *(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, x.numel() // n, n),
         *(out.data_ptr(), total.data_ptr(), native.FORMATS[x.dtype], torch.get_num_threads()),

@@ -33,5 +33,5 @@ def check_rotary(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos_
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > q.shape[-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"rotary_dim {rotary_dim} does not fit heads of {q.shape[-1]} and {k.shape[-1]}")
-    if not len(q) == len(k) == len(positions):
+    if not q.shape[0] == k.shape[0] == positions.shape[0]:
         raise ValueError(f"{len(q)} queries, {len(k)} keys, {len(positions)} positions")
