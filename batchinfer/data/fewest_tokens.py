@@ -20,10 +20,11 @@ _MOST_IDS = 1 << 31  # a vocabulary that no row's token ids are beyond
 Prompt = str | list[int]
 
 
-def fewest_tokens(job: JobInput, defaults: SamplingParams, block_size: int | None = None) -> float:
+def fewest_tokens(job: JobInput, defaults: SamplingParams, longest: int, block_size: int | None = None) -> float:
     """Of prompt and answer: texts count by their characters or words, answers as far as they are likely to go.
-    block_size: of the blocks that rows hold together as far as they begin alike; they do not count. None: each holds
-    its own. Raises what reading the rows raises."""
+    longest: most tokens of a row; one whose prompt leaves no room in them holds none. block_size: of the blocks that
+    rows hold together as far as they begin alike; they do not count. None: each holds its own. Raises what reading the
+    rows raises."""
     prompts, answers = list[Prompt](), list[int]()
     columns = list(dict.fromkeys((*job.source.columns, *job.param_columns.names)))
     shard = job.shard_set.shards[0]
@@ -34,9 +35,10 @@ def fewest_tokens(job: JobInput, defaults: SamplingParams, block_size: int | Non
                 prompts.append(_flat(value))
                 answers.append(_answer_tokens(own))
     measure = _measure(prompts)
-    total = sum(answers) + sum(map(measure, prompts))
+    held = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if measure(prompt) < longest]
+    total = sum(min(measure(prompt) + answer, longest) for prompt, answer in held)
     if block_size is not None:
-        beginnings = map(measure, _shared_beginnings(prompts))
+        beginnings = map(measure, _shared_beginnings([prompt for prompt, _ in held]))
         total -= block_size * sum(_whole_blocks(tokens, block_size) for tokens in beginnings)
     return total / max(1, len(prompts))
 

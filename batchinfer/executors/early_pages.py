@@ -44,7 +44,8 @@ def early_pages(
         return None
     at_once = min(num_left, config.scheduler.max_num_seqs)
     shares = config.cache.enable_prefix_caching and not config.scheduler.reserves
-    tokens = partial(fewest_tokens, job, defaults, spec.block_size if shares else None)
+    longest = config.model.max_model_len or model.max_position_embeddings
+    tokens = partial(fewest_tokens, job, defaults, longest, spec.block_size if shares else None)
     pages.ask_for(lambda: min(surely_there, int(at_once * tokens()) // spec.block_size))
     return pages
 

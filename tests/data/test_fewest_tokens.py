@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import InputConfig
-from batchinfer.data.fewest_tokens import fewest_tokens
+from batchinfer.data import fewest_tokens as module
 from batchinfer.data.job_input import JobInput
 from batchinfer.request import SamplingParams
 
@@ -14,6 +14,12 @@ def job(tmp_path, columns, **options) -> JobInput:
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     config = InputConfig(input=(str(tmp_path / "rows.parquet"),), **options)
     return JobInput.read(config, 0, lambda line: None)
+
+
+def fewest_tokens(
+    rows: JobInput, params: SamplingParams, block_size: int | None = None, longest: int = 10_000
+) -> float:
+    return module.fewest_tokens(rows, params, longest, block_size)
 
 
 UNTIL_THE_END = SamplingParams(max_tokens=128, ignore_eos=True)
@@ -66,6 +72,12 @@ def test_a_template_counts_its_columns(tmp_path):
 def test_rows_that_cannot_be_answered_do_not_count(tmp_path):
     rows = job(tmp_path, {"prompt": ["x" * 100, "x" * 500], "max_tokens": [4, -1]})
     assert fewest_tokens(rows, UNTIL_THE_END) == 25 + 4
+
+
+def test_a_prompt_that_leaves_no_room_holds_nothing_and_an_answer_what_there_is(tmp_path):
+    rows = job(tmp_path, {"prompt": ["x" * 4000, "x" * 400, "y" * 40]})
+    assert fewest_tokens(rows, UNTIL_THE_END, longest=1000) == (0 + (100 + 128) + (10 + 128)) / 3
+    assert fewest_tokens(rows, UNTIL_THE_END, longest=200) == (0 + 200 + (10 + 128)) / 3
 
 
 def test_only_the_first_rows_are_read(tmp_path):
