@@ -115,12 +115,13 @@ def _make_tiles(
 def _attend(q: torch.Tensor, out: torch.Tensor, tiles: _Tiles, keys: _Keys) -> None:
     """Fills the tiles' rows of `out`, a group of tiles at a time so that memory stays bounded."""
     _, num_kv_heads, _, head_dim = keys.k_cache.shape
-    num_rows = tiles.rows.shape[1] * (q.shape[1] // num_kv_heads)
+    heads_per_kv = q.shape[1] // num_kv_heads
+    num_rows = tiles.rows.shape[1] * heads_per_kv
     group = max(1, GROUP_ELEMENTS // (num_kv_heads * KEY_CHUNK * max(head_dim, num_rows)))
     for first in range(0, len(tiles.sequence), group):
         part = tiles.select(slice(first, first + group))
         queries = _tile_queries(q[part.rows], num_kv_heads).mul_(keys.variant.scale * _static(keys.k_scale))
-        attended = _online_softmax(queries, part, keys).mul_(_static(keys.v_scale))
+        attended = _online_softmax(queries, part, keys, heads_per_kv).mul_(_static(keys.v_scale))
         by_query = attended[:, :, :num_rows].unflatten(2, (part.rows.shape[1], -1)).transpose(1, 2).flatten(2, 3)
         out[part.rows[part.is_query]] = by_query[part.is_query].to(out.dtype)
 
@@ -141,7 +142,7 @@ def _tile_queries(q: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return tiled
 
 
-def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.Tensor:
+def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys, heads_per_kv: int) -> torch.Tensor:
     """Attention of each tile, one chunk of keys after the other. Source: Milakov and Gimelshein, arXiv 1805.02867.
 
     queries: float32 [n, num_kv_heads, rows, head_dim], scaled. Returns their shape.
@@ -156,7 +157,8 @@ def _online_softmax(queries: torch.Tensor, tiles: _Tiles, keys: _Keys) -> torch.
         active = tiles.select(some)
         chunk = _locate_chunk(active, first_key, length, keys)
         scores = _scores(queries[some], chunk, keys)
-        scores += _mask(chunk.positions, active, queries.shape[2], keys.variant.sliding_window)
+        at = _row_positions(active, queries.shape[2], heads_per_kv)
+        scores += _mask(chunk.positions, at, keys.variant.sliding_window)
         new_best = torch.maximum(best[some], scores.amax(-1, keepdim=True))
         weights = scores.sub_(new_best).exp_()
         decay = torch.exp(best[some] - new_best)
@@ -247,14 +249,15 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
 
 
-def _mask(positions: torch.Tensor, tiles: _Tiles, num_rows: int, sliding_window: int | None) -> torch.Tensor:
-    """float32 [n, 1, num_rows or 1, length]: 0 where a row's query sees the key, else -inf."""
-    width = tiles.rows.shape[1]
-    if width == 1:
-        at = tiles.position[:, None]
-    else:
-        heads_per_kv = num_rows // width
-        at = tiles.position[:, None] + torch.arange(num_rows, device=positions.device) // heads_per_kv
+def _row_positions(tiles: _Tiles, num_rows: int, heads_per_kv: int) -> torch.Tensor:
+    """int64 [n, num_rows or 1]: of each row's query in its sequence. Rows that fill a tile up stand after the last."""
+    if tiles.rows.shape[1] == 1:
+        return tiles.position[:, None]
+    return tiles.position[:, None] + torch.arange(num_rows, device=tiles.position.device) // heads_per_kv
+
+
+def _mask(positions: torch.Tensor, at: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
+    """float32 [n, 1, num_rows or 1, length]: 0 where a row's query, at `at`, sees the key, else -inf."""
     distance = at[:, :, None] - positions[:, None, :]
     hidden = distance < 0
     if sliding_window is not None:

@@ -82,7 +82,7 @@ def naive(q, k, v, window=None, soft_cap=None, sinks=None):
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256, 20, 17])
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 1), (6, 2), (7, 1), (8, 8), (48, 1), (64, 1)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 1), (6, 2), (7, 1), (8, 8), (33, 1), (48, 1), (64, 1)])
 def test_equals_naive_softmax(head_dim, q_heads, kv_heads):
     """Head dimensions and numbers of query heads a KV head that are no powers of two among them."""
     case = Case([1, 9, 140], q_heads, kv_heads, head_dim)
