@@ -1,5 +1,5 @@
-"""The running state of one Request: its tokens, its place in the batch and its times. Owned by the scheduler; the
-engine appends confirmed tokens and the finish."""
+"""The running state of one Request: its tokens, its place in the batch and its times. Owned by the scheduler, which
+appends confirmed tokens; the engine says when it is finished."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -29,7 +29,8 @@ class Sequence:
     first_scheduled_time: float | None = None  # written by the scheduler
 
     status: SequenceStatus = SequenceStatus.WAITING
-    num_tokens_to_compute: int = 0  # in all; written by the scheduler
+    # Positions whose KV is ever written: the last sampled token is an answer, never an input.
+    num_tokens_to_compute: int = field(init=False)
     length_class: int = 0  # of scheduling.lengths.OutputLengths; written by the scheduler
     slot: int = -1  # row in the persistent batch while running
     num_in_flight_tokens: int = 0  # tokens that steps in flight will sample for one that was preempted
@@ -39,6 +40,9 @@ class Sequence:
 
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens_to_compute = self.num_prompt_tokens + max(0, self.request.max_tokens - 1)
 
     @property
     def num_prompt_tokens(self) -> int:

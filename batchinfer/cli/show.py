@@ -97,11 +97,15 @@ def _counted(rows: "Iterator[OutputRow]", limit: int | None, shown: _Shown) -> "
 
 
 def _unfinished_note(output: str, unfinished: "UnfinishedOutput") -> str:
-    done, total = unfinished.num_done, unfinished.num_rows
-    return (
-        f"{output}: the job is not finished: {done:,} of {total:,} rows are answered so far; where no run is at work "
-        "on it, the same `batchinfer run` command, without --overwrite, carries on"
-    )
+    done, total, changed = unfinished.num_done, unfinished.num_rows, unfinished.changed_files()
+    state = f"{output}: the job is not finished: {done:,} of {total:,} rows are answered so far; "
+    if changed:
+        more = f" and {len(changed) - 1} more files" if len(changed) > 1 else ""
+        return (
+            f"{state}{changed[0]}{more} of its input can't be read as it was, so the columns of its rows are missing "
+            "here, and a run carries on only once the file is as it was"
+        )
+    return f"{state}where no run is at work on it, the same `batchinfer run` command, without --overwrite, carries on"
 
 
 def _place(row: "OutputRow", manifest: "JobManifest | None") -> str:
@@ -111,6 +115,8 @@ def _place(row: "OutputRow", manifest: "JobManifest | None") -> str:
     place = ""
     if len(shards) > 1:
         place = f" · row {number} of {shards[shard].uri.rpartition('/')[2]}"
+    elif shard:  # a part by itself does not name its files
+        place = f" · row {number} of input file {shard + 1}"
     elif number != row.number:
         place = f" · row {number} of the input"
     return place + (f", sample {sample}" if sample and place else f" · sample {sample}" if sample else "")
@@ -154,6 +160,8 @@ def _shown_columns(row: "OutputRow", columns: Sequence[str] | None) -> Sequence[
         return [name for name in _PROMPT_COLUMNS if name in row.inputs] or list(row.inputs)
     for name in columns:
         if name not in row.inputs:
+            if not row.inputs:
+                raise UsageError(f"--columns {name}: the input file of row {row.number} can't be read as it was")
             raise UsageError(f"--columns {name}: the input had the columns {', '.join(row.inputs)}")
     return columns
 

@@ -3,7 +3,7 @@ tokenizer. Called by the pipeline, to ask for the cache's memory early."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 from batchinfer.data.job_input import JobInput
@@ -35,10 +35,11 @@ def fewest_tokens(job: JobInput, defaults: SamplingParams, longest: int, block_s
                 prompts.append(_flat(value))
                 answers.append(_answer_tokens(own))
     measure = _measure(prompts)
-    held = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if measure(prompt) < longest]
-    total = sum(min(measure(prompt) + answer, longest) for prompt, answer in held)
+    sizes = list(map(measure, prompts))
+    held = [size < longest for size in sizes]
+    total = sum(min(size + answer, longest) for size, answer in compress(zip(sizes, answers, strict=True), held))
     if block_size is not None:
-        beginnings = map(measure, _shared_beginnings([prompt for prompt, _ in held]))
+        beginnings = map(measure, _shared_beginnings(list(compress(prompts, held))))
         total -= block_size * sum(_whole_blocks(tokens, block_size) for tokens in beginnings)
     return total / max(1, len(prompts))
 

@@ -27,8 +27,8 @@ from batchinfer.data.storage import Storage, open_storage
 from batchinfer.errors import BatchInferError, UsageError
 
 _CHUNK_ROWS = 64  # become Python values together
-_KEY_COLUMNS = 16384
-_NO_SAMPLES = np.zeros(0, np.int64)
+_KEY_ROWS = 16384
+_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,17 @@ class UnfinishedOutput:
         """Of these, how many have an answer."""
         return int((self._answers.sample == 0).sum())
 
+    def changed_files(self) -> list[str]:
+        """Input files that answers without columns of their own stand for, which are not there as they were."""
+        in_journal = self._answers.shard[self._answers.source >= self._num_parts]
+        return [self.manifest.shards[n].uri for n in np.unique(in_journal).tolist() if self._shard(n) is None]
+
     def rows(self, ranges: Sequence[range], only_errors: bool = False) -> Iterator[OutputRow]:
         """Answers by their number among those that there are; a row whose input file is no more as it was has no
         input columns. ranges: as of iter_output."""
         answers = self._answers
         within = [np.arange(r.start, min(r.stop, len(answers))) for r in ranges]
-        numbers = np.concatenate([np.zeros(0, np.int64), *within])
+        numbers = np.concatenate([_NOTHING, *within])
         if only_errors:
             numbers = numbers[answers.failed[numbers]]
         for start in range(0, len(numbers), _CHUNK_ROWS):
@@ -98,7 +103,7 @@ class UnfinishedOutput:
     def _answers(self) -> _Answers:
         """In the order of the input, each once: a crash may leave a row in a part and in the journal."""
         found = [keys for number in range(len(self._sources)) for keys in self._keys(number)]
-        columns = (np.concatenate([_NO_SAMPLES, *(getattr(a, name) for a in found)]) for name in _Answers.__slots__)
+        columns = (np.concatenate([_NOTHING, *(getattr(a, name) for a in found)]) for name in _Answers.__slots__)
         every = _Answers(*columns)
         every = every.take(np.lexsort((every.source, every.sample, every.row, every.shard)))
         same = [np.diff(column, prepend=-1) == 0 for column in (every.shard, every.row, every.sample)]
@@ -122,7 +127,7 @@ class UnfinishedOutput:
         schema, num_rows = inspect_parquet(locate(path))
         columns = ResultColumns(schema.names, path).results(("request_id", "finish_reason"))
         wanted = pa.schema([schema.field(name) for name, short in columns.items() if short != "input_id"])
-        for _, batch in iter_parquet(path, wanted, 0, num_rows, _KEY_COLUMNS):
+        for _, batch in iter_parquet(path, wanted, 0, num_rows, _KEY_ROWS):
             yield batch.rename_columns([columns[name] for name in wanted.names])
 
     def _segment(self, name: str) -> Iterator[pa.RecordBatch]:
@@ -171,11 +176,14 @@ class UnfinishedOutput:
 
     def _input_rows(self, number: int, rows: npt.NDArray[np.int64]) -> Mapping[int, Mapping[str, Any]]:
         """Input columns by row; none where the file is not there as it was."""
-        if number not in self._shards:
-            self._shards[number] = self._find_shard(number)
-        shard = self._shards[number]
+        shard = self._shard(number)
         batches = [] if shard is None else list(iter_selected(shard, np.unique(rows)))
         return {batch.start + i: values for batch in batches for i, values in enumerate(to_rows(batch.table))}
+
+    def _shard(self, number: int) -> Shard | None:
+        if number not in self._shards:
+            self._shards[number] = self._find_shard(number)
+        return self._shards[number]
 
     def _find_shard(self, number: int) -> Shard | None:
         record = self.manifest.shards[number]

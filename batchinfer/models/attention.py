@@ -52,7 +52,8 @@ class Attention:
     def project(self, hidden: Tensor) -> Tensor:
         """Queries, keys and values side by side, [num_tokens, num_q_heads + 2 * num_kv_heads, head_dim]; hidden:
         [num_tokens, hidden_size]."""
-        return self._qkv(hidden).view(hidden.shape[0], -1, self._spec.head_dim)
+        spec = self._spec
+        return self._qkv(hidden).view(-1, spec.num_q_heads + 2 * spec.num_kv_heads, spec.head_dim)
 
     def store(
         self, heads: Tensor, batch: Batch, rotation: StepRotation, cache: PagedKVCache, known: KnownKeys = (None, None)

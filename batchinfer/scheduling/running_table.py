@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from batchinfer.cache.block_run import BlockIds
-from batchinfer.request import Request
 from batchinfer.scheduling.lengths import OutputLengths
 from batchinfer.sequence import Sequence
 
@@ -278,8 +277,3 @@ def length_facts(sequence: Sequence) -> tuple[int, int, int]:
     request = sequence.request
     told = request.expected_tokens
     return sequence.length_class, request.max_tokens, -1 if told is None else told
-
-
-def num_tokens_to_compute(request: Request) -> int:
-    """Positions whose KV is ever written: the last sampled token is an answer, never an input."""
-    return len(request.prompt_token_ids) + max(0, request.max_tokens - 1)

@@ -16,7 +16,7 @@ from batchinfer.scheduling.batching import Batching, Continuous, Static
 from batchinfer.scheduling.faults import trace_faults
 from batchinfer.scheduling.forecast import admission_rule
 from batchinfer.scheduling.lengths import FloatArray, OutputLengths
-from batchinfer.scheduling.running_table import IntArray, RunningTable, Start, known_tokens, num_tokens_to_compute
+from batchinfer.scheduling.running_table import IntArray, RunningTable, Start, known_tokens
 from batchinfer.scheduling.steps import StepInFlight, StepOutcome
 from batchinfer.scheduling.waiting_queue import WaitingQueue
 from batchinfer.sequence import Sequence, SequenceStatus
@@ -91,7 +91,6 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence at the end of the waiting queue. Raises ValueError where the whole pool could not hold
         it, because no preemption would ever let it finish."""
-        sequence.num_tokens_to_compute = num_tokens_to_compute(sequence.request)
         needed = self._pool.num_blocks_for(sequence.num_tokens_to_compute)
         if needed > self._pool.num_blocks:
             raise ValueError(

@@ -3,12 +3,11 @@ in blocks of outputs. Shared by the backends of packed_linear."""
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from batchinfer.kernels.quantized_linear.stored import Fp8Weight, IntegerWeight
-from batchinfer.kernels.quantized_linear.weight import COLUMNS, can_pair, pair_halves, part_halves
+from batchinfer.kernels.quantized_linear.weight import COLUMNS, NativeForm, can_pair, pair_halves, part_halves
 from torch import Tensor
 
 STEP = 4  # inputs that are unpacked at once; groups are filled up to whole steps
@@ -40,8 +39,6 @@ class PackedWeight:
     other and none is filled up.
 
     is_paired: the blocks hold the outputs in the order of pair_halves.
-
-    native: what a backend made of all that for its calls, with the bias that goes with it; empty before the first.
     """
 
     kind: Kind
@@ -53,7 +50,7 @@ class PackedWeight:
     num_outputs: int
     num_inputs: int
     is_paired: bool
-    native: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    native: NativeForm = field(default_factory=NativeForm, init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:

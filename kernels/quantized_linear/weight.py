@@ -27,6 +27,14 @@ def part_halves(rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(0, (-1, 2, COLUMNS // 2)).transpose(0, 1).flatten(0, 2)
 
 
+class NativeForm(list[Any]):
+    """What a backend made of a weight for its calls, with the bias that goes with it: pointers, so that a deep copy and
+    what is sent to another process begin without. Empty before the first call."""
+
+    def __reduce__(self) -> tuple[type["NativeForm"], tuple[()]]:
+        return NativeForm, ()
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A weight [num_outputs, num_inputs] rotated by ROTATION inputs, scaled by groups of GROUP, the last of which may
@@ -35,7 +43,6 @@ class QuantizedWeight:
     values: int8 [blocks, inputs / 4, COLUMNS, 4], from -127 to 127; scales: float32 [blocks, groups, COLUMNS];
     offsets: int32 [blocks, groups, COLUMNS], -128 times the sum of a group's values, which takes back what bytes gain
     by being unsigned. is_paired: the outputs are in the order of pair_halves.
-    native: as of PackedWeight.
     """
 
     values: torch.Tensor
@@ -44,7 +51,7 @@ class QuantizedWeight:
     num_outputs: int
     num_inputs: int
     is_paired: bool
-    native: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    native: NativeForm = field(default_factory=NativeForm, init=False, repr=False, compare=False)
 
     @classmethod
     def empty(

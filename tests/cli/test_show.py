@@ -278,3 +278,13 @@ def test_a_reader_that_leaves_early_hears_nothing(tmp_path):
         process.stdout.close()
         assert process.wait(30) == 1
         assert process.stderr.read() == b""
+
+
+def test_a_part_by_itself_says_of_which_input_file_a_row_is(tmp_path, show):
+    rows = [output_row(n, request_id=f"1-{n}-{sample}", sample_index=sample) for n in range(2) for sample in range(2)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "part-00001.parquet")
+    headings = [
+        line.strip("─ ") for line in show(tmp_path / "part-00001.parquet").splitlines() if line.startswith("──")
+    ]
+    places = [f"row {n} of input file 2{', sample 1' * sample}" for n in range(2) for sample in range(2)]
+    assert headings == [f"row {number} · {place} · id r{number // 2}" for number, place in enumerate(places)]

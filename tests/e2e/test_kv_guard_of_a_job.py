@@ -108,7 +108,7 @@ def test_a_job_that_carries_on_keeps_the_outcome(model, job, tmp_path, capsys, m
             call(model, *options)
     capsys.readouterr()
     assert call(model, *job, "--kv-guard", 3) == 2
-    assert 'kv_guard was "strict", now "warn"' in capsys.readouterr().err
+    assert "--kv-guard was strict, now warn" in capsys.readouterr().err
     with monkeypatch.context() as patch:  # it is not asked again
         patch.setattr("batchinfer.pipeline.guard_kv_cache", None)
         assert call(model, *options, "--kv-guard", "strict:1") == 0

@@ -258,7 +258,15 @@ def test_answers_are_shown_though_the_input_has_gone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stop_midway(tiny_model, *job)
-    (tmp_path / "in.jsonl").unlink()
-    headings, _ = shown(capsys, tmp_path / "out")
-    assert headings
-    assert all("id" not in heading for heading in headings)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write('{"prompt": "one more"}\n')
+    for changed in (True, False):
+        if not changed:
+            (tmp_path / "in.jsonl").unlink()
+        headings, note = shown(capsys, tmp_path / "out")
+        assert headings
+        assert all("id" not in heading for heading in headings)
+        assert "in.jsonl of its input can't be read as it was" in note
+        assert "carries on only once the file is as it was" in note
+        assert command_line._run(["show", str(tmp_path / "out"), "--columns", "prompt"]) == 2
+        assert "--columns prompt: the input file of row 0 can't be read as it was" in capsys.readouterr().err

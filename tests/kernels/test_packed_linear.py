@@ -1,7 +1,9 @@
 """Linear layers whose weights stay in the checkpoint's own bits: the packed form against the stored one, products
 against plain arithmetic, rows that do not depend on each other, and faults that stay visible."""
 
+import copy
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from batchinfer.kernels.quantized_linear import (
     cpu,
     pack_weight,
     packed_linear,
+    quantize_weight,
+    quantized_linear,
     reference,
 )
 
@@ -172,3 +176,15 @@ def test_what_does_not_fit_is_refused():
         packed_linear(torch.randn(2, 64), weight, torch.randn(10).bfloat16())
     with pytest.raises(ValueError, match="out must be dense"):
         packed_linear(torch.randn(2, 64), weight, out=torch.empty(10, 2).T)
+
+
+@pytest.mark.parametrize("make", [pack_weight, quantize_weight])
+def test_a_weight_that_was_used_can_be_copied_and_sent(make):
+    x, weight = torch.randn(3, 64, dtype=torch.bfloat16), make(torch.randn(32, 64, dtype=torch.bfloat16))
+    product = packed_linear if make is pack_weight else quantized_linear
+    expected, bias = product(x, weight), torch.randn(32)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        assert torch.equal(product(x, copied), expected)
+        (copied.values if make is pack_weight else copied.scales).zero_()
+        assert torch.equal(product(x, copied, bias), bias.expand(3, 32).to(torch.bfloat16))
+    assert torch.equal(product(x, weight), expected)
